@@ -1,0 +1,1 @@
+"""turngym: the gym in which language-model agents practise turn by turn, and their trainer."""

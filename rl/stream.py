@@ -54,7 +54,7 @@ class TaskStream:
         """
         if (state["num_tasks"], state["seed"]) != (self.num_tasks, self.seed):
             raise ConfigError(
-                f"the checkpoint belongs to {state['num_tasks']} tasks and seed {state['seed']}, not "
-                f"to {self.num_tasks} and {self.seed}; resume with the settings it was made with"
+                f"the checkpoint has {state['num_tasks']} tasks and seed {state['seed']}, this run "
+                f"{self.num_tasks} and {self.seed}; resume with the settings it was made with"
             )
         self.position = state["position"]

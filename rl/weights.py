@@ -42,7 +42,7 @@ class Canary:
         """Return the largest difference, in nats.
 
         Raises:
-            WeightSyncError: the versions differ, or the log-probabilities do; both values are named.
+            WeightSyncError: versions or log-probabilities differ; both values are named.
         """
         if policy.version != version:
             raise WeightSyncError(
@@ -64,9 +64,9 @@ class Canary:
         gap = float((ours - theirs).abs()[worst])
         if not gap <= self._tolerance:
             raise WeightSyncError(
-                f"after syncing version {version} the engine gives token {worst} of the canary a "
-                f"log-probability of {float(theirs[worst]):.6f}, the trainer {float(ours[worst]):.6f} "
-                f"(allowed difference {self._tolerance:g}): the engine's weights are not the trainer's"
+                f"after syncing version {version} the canary's token {worst} has log-probability "
+                f"{float(theirs[worst]):.6f} in the engine and {float(ours[worst]):.6f} in the "
+                f"trainer (allowed difference {self._tolerance:g}): the weights are not the same"
             )
         return gap
 

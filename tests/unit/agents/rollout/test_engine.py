@@ -1,4 +1,5 @@
 import asyncio
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ def engine(
 
 
 def random_policy(latency: float = 0.0) -> ScriptedPolicy:
-    def say(ids: Any, turn: int, rng: Any) -> str:
+    def say(ids: Any, turn: int, rng: random.Random) -> str:
         return rng.choice([CALL, CALL, "yes", "no"]) + "!" * rng.randint(0, 3)
 
     return ScriptedPolicy(
@@ -109,10 +110,15 @@ def test_a_source_without_tasks_is_refused(relay: Relay) -> None:
 
 
 def test_environments_are_reused_by_later_episodes(relay: Relay) -> None:
-    made: list[Any] = []
     source = relay()
+    made: list[Any] = []
     make = source.make
-    source.make = lambda: made.append(1) or make()  # type: ignore[method-assign,func-returns-value]
+
+    def counted() -> Any:
+        made.append(make())
+        return made[-1]
+
+    source.make = counted  # type: ignore[method-assign]
     with engine(source, concurrency=3) as rollouts:
         rollouts.run(range(10))
         rollouts.run(range(10, 20))

@@ -87,7 +87,11 @@ class RolloutEngine:
         self.close()
 
     def run(self, ordinals: Sequence[int]) -> list[Group]:
-        """Do what `collect` does, for callers that are not coroutines; Ctrl-C cancels it."""
+        """Do what `collect` does, for callers that are not coroutines; Ctrl-C cancels it.
+
+        Raises:
+            concurrent.futures.CancelledError: `cancel` was called.
+        """
         return self.wait(self.collect(ordinals))
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -57,13 +57,17 @@ class EnvSource:
         if split is not None:
             self.kwargs["split"] = split
         env = self._make()
+        try:
+            self.task_set: Tasks = self._attribute(env, "task_set")
+            self.reward_specs: Mapping[str, RewardSpec] = dict(self._attribute(env, "reward_specs"))
+            if len(self.task_set) < 1:
+                raise ConfigError(f"{env_id} has no tasks with the arguments {self.kwargs}")
+        except BaseException:
+            close_env(env)
+            raise
+        self.has_expert = bool(getattr(env.unwrapped, "has_expert", False))
         self._spare: gymnasium.Env[Any, Any] | None = env
         self._lock = threading.Lock()
-        self.task_set: Tasks = self._attribute(env, "task_set")
-        self.reward_specs: Mapping[str, RewardSpec] = dict(self._attribute(env, "reward_specs"))
-        self.has_expert = bool(getattr(env.unwrapped, "has_expert", False))
-        if len(self.task_set) < 1:
-            raise ConfigError(f"{env_id} has no tasks with the arguments {self.kwargs}")
 
     def task(self, ordinal: int) -> Task:
         """Return the task at a position of the endless stream: epoch after epoch of the set."""

@@ -140,7 +140,7 @@ class BlockingPool:
         except Exception as error:
             return None, error
         except BaseException as error:  # SystemExit in a tool must not end a thread of ours
-            return None, EngineError(f"the call raised {type(error).__name__}: {error}")
+            return None, RuntimeError(f"the call raised {type(error).__name__}: {error}")
 
     def _expire(self, call: _Call) -> None:
         assert call.timeout_s is not None

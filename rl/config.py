@@ -1,0 +1,115 @@
+"""What a training run is made of: frozen dataclasses without torch (`--help` must be fast)."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from turngym.errors import ConfigError
+
+__all__ = ["EvalSchedule", "LoraConfig", "ModelConfig", "OptimConfig", "SftConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters instead of full weights (peft)."""
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ()
+    """Names of the linear layers that get an adapter; empty = all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model is trained."""
+
+    path: str = "tiny"
+    """A Hugging Face folder or hub id; `tiny` = a fresh 0.2-million-parameter model."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "auto"
+    lora: LoraConfig | None = None
+    """Train adapters only; None = all weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    """How gradients become updates."""
+
+    lr: float = 1e-6
+    """Learning rate of AdamW."""
+
+    matrix_lr: float = 0.0
+    """Learning rate of Muon for matrices inside the network; 0 = AdamW for everything."""
+
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.99)
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0 = never."""
+
+    warmup_steps: int = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    decay_from: float = 0.0
+    """Fraction of the steps after which the decay begins."""
+
+    minibatches: int = 1
+    """Optimizer steps a rollout batch is split into."""
+
+    epochs: int = 1
+    """Passes over a rollout batch."""
+
+    micro_tokens: int = 16_384
+    """Most tokens, padding included, of one forward pass; bounds memory, never changes results."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "matrix_lr", "weight_decay", "max_grad_norm"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"optim.{name} must be finite and >= 0, got {value}")
+        for name in ("minibatches", "epochs", "micro_tokens"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"optim.{name} must be at least 1, got {value}")
+        if not 0 <= self.decay_from < 1:
+            raise ConfigError(f"optim.decay_from must lie in [0, 1), got {self.decay_from}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftConfig:
+    """Cold start: imitation of the environment's own expert."""
+
+    steps: int = 0
+    """Optimizer steps; 0 = no cold start."""
+
+    demos: int = 4096
+    """Different demonstrations collected; they are reshuffled every time all were seen."""
+
+    batch_size: int = 24
+    """Demonstrations a step."""
+
+    habits: dict[str, float] = field(default_factory=dict)
+    """Bad habits of the expert, each with its probability a turn: what is left for RL to mend."""
+
+    optim: OptimConfig = field(
+        default_factory=lambda: OptimConfig(
+            lr=5e-3, matrix_lr=0.05, warmup_steps=20, schedule="linear", decay_from=0.5
+        )
+    )
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.demos < 1 or self.batch_size < 1:
+            raise ConfigError(
+                "sft.steps must be >= 0, sft.demos and sft.batch_size at least 1, got "
+                f"{self.steps}, {self.demos} and {self.batch_size}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSchedule:
+    """When and on how much a run evaluates itself; tasks come from the `eval` split."""
+
+    tasks: int = 200
+    samples: int = 1
+    every: int = 0
+    """Optimizer steps between evaluations; 0 = only before and after."""
+
+    before: bool = True
+    after: bool = True

@@ -18,7 +18,14 @@ from turngym.agents.agent import Act, AgentFactory, Seating
 from turngym.agents.config import RolloutConfig
 from turngym.agents.seeds import derive
 from turngym.agents.source import EnvHandle, StepResult
-from turngym.errors import ConfigError, EngineError, EnvError, RewardError, TemplateError
+from turngym.errors import (
+    ConfigError,
+    EngineError,
+    EnvError,
+    RewardError,
+    TemplateError,
+    WeightSyncError,
+)
 from turngym.types import (
     Action,
     Observation,
@@ -71,11 +78,12 @@ class EpisodeFailure(Exception):  # noqa: N818 - not an error to handle, a resul
 def boundary(status: Status) -> Iterator[None]:
     """Attribute whatever fails inside: to what the error says of itself, else to `status`.
 
-    Settings that are wrong are nobody's rollout: `ConfigError` goes through and stops the run.
+    Wrong settings and stale weights are no matter of one episode: they go through and stop the
+    run.
     """
     try:
         yield
-    except EpisodeFailure:
+    except (EpisodeFailure, WeightSyncError):
         raise
     except RewardError as error:
         raise EpisodeFailure("reward_error", error) from error
@@ -110,6 +118,7 @@ async def run_episode(
 
     Raises:
         ConfigError: a setting is wrong.
+        WeightSyncError: the policy's weights are not the trainer's.
         asyncio.CancelledError: the caller was cancelled.
     """
     episode = _Episode(env, make_agent, seat, config, specs)

@@ -68,7 +68,7 @@ class RolloutEngine:
         self.stats = RolloutStats()
         self.progress = progress
         self._agent = agent
-        self._seed = seed
+        self.seed = seed
         self._refill = refill or self._next_ordinal
         self._largest = -1
         self._breaker = CircuitBreaker(self.config.failure_rate)
@@ -176,7 +176,7 @@ class RolloutEngine:
         self._largest = max(self._largest, ordinal)
         task = self.source.task(ordinal)
         return Seat(
-            run_seed=self._seed,
+            run_seed=self.seed,
             ordinal=ordinal,
             sample=sample,
             task=task,

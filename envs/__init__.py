@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from turngym.envs.checker import check_env
-
-    from turngym.envs.core import Snapshot, TurnEnv
+    from turngym.envs.core import TurnEnv
+    from turngym.envs.episode import Snapshot
     from turngym.envs.registry import env_ids, make, make_vec, register
     from turngym.envs.spaces import DialogueSpace, MessageSpace, TextSpace
     from turngym.envs.tasks import Draft, TaskSet
@@ -18,7 +18,7 @@ _HOMES = {
     "Draft": "turngym.envs.tasks",
     "MessageSpace": "turngym.envs.spaces",
     "RecordEpisode": "turngym.envs.wrappers",
-    "Snapshot": "turngym.envs.core",
+    "Snapshot": "turngym.envs.episode",
     "TaskSet": "turngym.envs.tasks",
     "TextActions": "turngym.envs.wrappers",
     "TextSpace": "turngym.envs.spaces",

@@ -21,6 +21,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Literal
 
+from turngym.envs.calls import make_call
 from turngym.envs.core import TurnEnv
 from turngym.envs.tasks import Draft, TaskSet
 from turngym.envs.tools import tool
@@ -193,16 +194,16 @@ class Calculator(TurnEnv):
         if slips("broken_json"):
             text = f'{{"name":"calc","arguments":{{"expr":"{expr}"}}'
             action["invalid_tool_calls"] = [
-                {"text": text, "error": "malformed_json", "span": (0, len(text)), "index": 0}
-            ]
-        else:
-            action["tool_calls"] = [
                 {
-                    "id": f"call_{len(self.turns)}",
-                    "type": "function",
-                    "function": {"name": "calc", "arguments": {"expr": expr}},
+                    "text": text,
+                    "error": "malformed_json",
+                    "span": (0, len(text)),
+                    "detail": "the call is not valid JSON",
+                    "index": 0,
                 }
             ]
+        else:
+            action["tool_calls"] = [make_call("calc", {"expr": expr}, turn=len(self.turns))]
         return action
 
 

@@ -1,24 +1,21 @@
 """From an action's tool calls to results and tool messages: one of each a call, in call order."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from turngym.envs.tools import Tool, cut
 from turngym.rewards.base import ToolResult
-from turngym.types import Action, InvalidToolCall, Message, ToolCall
+from turngym.types import Action, FunctionCall, InvalidToolCall, Message, ToolCall
 
-__all__ = ["answer_calls", "only_unreadable"]
+__all__ = ["answer_calls", "make_call", "only_unreadable"]
 
 _MAX_ECHO = 500
 
-_ADVICE = {
-    "malformed_json": "the tool call is not valid JSON",
-    "truncated": "the tool call ends before it is complete",
-    "unterminated": "the tool call ends before it is complete",
-    "missing_name": "the tool call names no tool",
-    "arguments_not_object": "the arguments must be a JSON object",
-    "too_deep": "the arguments are nested too deeply",
-    "duplicate_key": "the arguments hold a key twice",
-}
+
+def make_call(name: str, arguments: dict[str, Any], *, turn: int) -> ToolCall:
+    """Write a tool call as an expert's action holds it."""
+    function: FunctionCall = {"name": name, "arguments": arguments}
+    return {"id": f"call_{turn}", "type": "function", "function": function}
 
 
 def only_unreadable(action: Action) -> bool:
@@ -83,7 +80,7 @@ def _in_order(action: Action) -> Iterator[tuple[ToolCall | None, InvalidToolCall
 
 def _unreadable(entry: InvalidToolCall) -> ToolResult:
     kind = entry["error"]
-    text = entry.get("detail") or _ADVICE.get(kind, f"the tool call could not be read: {kind}")
+    text = f"the tool call could not be read: {entry.get('detail') or kind}"
     return ToolResult(name="", arguments={}, error=kind, text=cut(text, _MAX_ECHO))
 
 

@@ -19,50 +19,27 @@ What an episode changes lives in `self.state`, which snapshots copy.
 
 import copy
 import functools
-import inspect
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast, get_args
 
 import gymnasium
 
 from turngym.envs.arguments import refuse_unknown
+from turngym.envs.authoring import bound_rewards, bound_tools
 from turngym.envs.calls import answer_calls, only_unreadable
+from turngym.envs.episode import Episode, Snapshot, as_messages, final_answer
 from turngym.envs.spaces import DialogueSpace, MessageSpace
 from turngym.envs.tasks import TaskSet
 from turngym.envs.tools import Tool
 from turngym.errors import ConfigError, DataError, EnvError, ResetNeededError, TurngymError
-from turngym.rewards.base import EpisodeView, RewardFn, Rubric, TurnView, spec_of
+from turngym.rewards.base import EpisodeView, RewardFn, Rubric, TurnView
 from turngym.types import Action, Message, Observation, RewardSpec, Status, Task, is_world_fault
 
-__all__ = ["Snapshot", "TurnEnv"]
+__all__ = ["TurnEnv"]
 
 Info = dict[str, Any]
-
-
-@dataclass(slots=True)
-class _Episode:
-    """What `TurnEnv` itself keeps of the running episode."""
-
-    task: Task
-    turns: tuple[TurnView, ...] = ()
-    unreadable: int = 0
-    told: list[dict[str, Any]] = field(default_factory=list)
-    stop_reason: Status | None = None
-    outcome: dict[str, float | None] | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Snapshot:
-    """One moment of an episode, to be restored any number of times. Made by `TurnEnv.snapshot`."""
-
-    env_type: type
-    episode: _Episode
-    state: Any
-    random_state: Mapping[str, Any]
-    live: Any
 
 
 class TurnEnv(gymnasium.Env[Observation, Action]):
@@ -114,9 +91,9 @@ class TurnEnv(gymnasium.Env[Observation, Action]):
         self.parse_limit = parse_limit
         self.observation_space = DialogueSpace()
         self.action_space = MessageSpace("assistant")
-        self._tools = {tool.name: tool for tool in _bound_tools(self)}
-        self._rubric = Rubric.of([*self.rewards, *_bound_rewards(self)])
-        self._episode: _Episode | None = None
+        self._tools = {tool.name: tool for tool in bound_tools(self)}
+        self._rubric = Rubric.of([*self.rewards, *bound_rewards(self)])
+        self._episode: Episode | None = None
 
     # The author's hooks.
 
@@ -179,9 +156,9 @@ class TurnEnv(gymnasium.Env[Observation, Action]):
         self._episode = None
         self.state = None
         with self._boundary("reset"):
-            episode = _Episode(task)
+            episode = Episode(task)
             self.start(task)
-            prompt = _messages(self.prompt(task))
+            prompt = as_messages(self.prompt(task))
             self._episode = episode
             return prompt, {"task_id": task.id, "tools": self._tell_tools()}
 
@@ -333,7 +310,7 @@ class TurnEnv(gymnasium.Env[Observation, Action]):
             raise ConfigError(f"option 'task' must be a Task or the id of one, got {task!r}")
         return self.task_set[int(self.np_random.integers(len(self.task_set)))]
 
-    def _take(self, episode: _Episode, action: Action) -> tuple[TurnView, Observation, bool]:
+    def _take(self, episode: Episode, action: Action) -> tuple[TurnView, Observation, bool]:
         """Run an action; return the turn, the answer and whether the task ended."""
         index = len(episode.turns)
         offered = {name: self._tools[name] for name in self.offered()}
@@ -348,9 +325,9 @@ class TurnEnv(gymnasium.Env[Observation, Action]):
             return turn, (), True
         if not reply:
             raise EnvError("respond() returned no message; return None to end the episode")
-        return turn, _messages(reply), False
+        return turn, as_messages(reply), False
 
-    def _limit(self, episode: _Episode) -> Status | None:
+    def _limit(self, episode: Episode) -> Status | None:
         if len(episode.turns) >= self.max_turns:
             return "max_turns"
         if self.parse_limit is not None and episode.unreadable >= self.parse_limit:
@@ -364,7 +341,7 @@ class TurnEnv(gymnasium.Env[Observation, Action]):
             view = EpisodeView(
                 task=episode.task,
                 turns=episode.turns,
-                final_answer=None if last is None else _final_answer(last),
+                final_answer=None if last is None else final_answer(last),
                 stop_reason=reason,
                 state=self.facts(),
             )
@@ -381,12 +358,12 @@ class TurnEnv(gymnasium.Env[Observation, Action]):
         episode.told = schemas
         return copy.deepcopy(schemas)
 
-    def _current(self) -> _Episode:
+    def _current(self) -> Episode:
         if self._episode is None:
             raise ResetNeededError(f"{type(self).__name__} has no episode: call reset() first")
         return self._episode
 
-    def _running(self) -> _Episode:
+    def _running(self) -> Episode:
         episode = self._current()
         if episode.stop_reason is not None:
             raise ResetNeededError(
@@ -407,55 +384,3 @@ class TurnEnv(gymnasium.Env[Observation, Action]):
             raise EnvError(
                 f"{type(self).__name__}.{doing} raised {type(error).__name__}: {error}"
             ) from error
-
-
-def _members(cls: type) -> Iterator[str]:
-    """Yield names of class attributes, base classes first, in the order they were written."""
-    seen: dict[str, None] = {}
-    for base in reversed(cls.__mro__):
-        seen |= dict.fromkeys(vars(base))
-    return iter(seen)
-
-
-def _bound_tools(env: TurnEnv) -> Iterator[Tool]:
-    found: dict[str, Tool] = {}
-    methods = [getattr(env, name) for name in _members(type(env)) if _is_tool(env, name)]
-    for tool in (*type(env).tools, *methods):
-        if not isinstance(tool, Tool):
-            raise ConfigError(
-                f"{type(env).__name__}.tools holds {tool!r}, which is no tool; mark it with @tool"
-            )
-        tool = tool.__get__(env)
-        if tool.name in found and found[tool.name].fn is not tool.fn:
-            raise ConfigError(f"{type(env).__name__}: two tools are called {tool.name!r}")
-        found[tool.name] = tool
-    return iter(found.values())
-
-
-def _is_tool(env: TurnEnv, name: str) -> bool:
-    return isinstance(inspect.getattr_static(type(env), name, None), Tool)
-
-
-def _bound_rewards(env: TurnEnv) -> Iterator[RewardFn]:
-    for name in _members(type(env)):
-        # A method that overrides a reward without marking it is no reward any more.
-        if spec_of(inspect.getattr_static(type(env), name, None)) is not None:
-            yield getattr(env, name)
-
-
-def _messages(value: str | Sequence[Message]) -> Observation:
-    """Copy messages, so that nobody who keeps them can change a later episode."""
-    if isinstance(value, str):
-        return ({"role": "user", "content": value},)
-    return tuple(cast(Message, dict(message)) for message in value)
-
-
-def _final_answer(turn: TurnView) -> str | None:
-    """Visible text of an action without calls; content parts are joined."""
-    if turn.tool_calls or turn.invalid_tool_calls:
-        return None
-    content = turn.message["content"]
-    if isinstance(content, list):
-        texts = (part.get("text", "") for part in content if part.get("type") == "text")
-        content = "\n".join(texts)
-    return content if content.strip() else None

@@ -12,8 +12,8 @@ import gymnasium
 from gymnasium.utils import RecordConstructorArgs
 
 from turngym.envs.spaces import TextSpace
-from turngym.errors import ConfigError, MissingDependencyError, ResetNeededError
-from turngym.types import Action, Message, Observation, Rewards, RewardSpec
+from turngym.errors import ConfigError, ResetNeededError
+from turngym.types import Action, Observation, Rewards, RewardSpec
 
 __all__ = ["RecordEpisode", "TextActions", "TurnLimit", "plain"]
 
@@ -52,7 +52,16 @@ class TextActions(gymnasium.Wrapper[Observation, str, Observation, Action], Reco
         RecordConstructorArgs.__init__(self, dialect=dialect, parse=parse)
         gymnasium.Wrapper.__init__(self, env)
         self.action_space = TextSpace()
-        self._parse = parse or _dialect_parser(dialect)
+        self._tools: list[dict[str, Any]] = []
+        self._parse = parse or self._dialect_parser(dialect)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, Info]:
+        """Start an episode; some dialects need the tools' schemas to read values."""
+        observation, info = self.env.reset(seed=seed, options=options)
+        self._tools = info.get("tools", [])
+        return observation, info
 
     def step(self, action: str) -> Step:
         """Parse the text and take it as an assistant message."""
@@ -62,7 +71,14 @@ class TextActions(gymnasium.Wrapper[Observation, str, Observation, Action], Reco
                 "the unwrapped environment takes messages"
             )
         env: AnyEnv = self.env
-        return env.step(self._parse(action))
+        result = env.step(self._parse(action))
+        self._tools = result[4].get("tools", self._tools)
+        return result
+
+    def _dialect_parser(self, dialect: str) -> Callable[[str], Action]:
+        parsing = importlib.import_module(_PARSERS)
+        parsing.get_dialect(dialect)
+        return lambda text: cast(Action, parsing.parse_action(text, dialect, tools=self._tools))
 
 
 class TurnLimit(gymnasium.Wrapper[Observation, Action, Observation, Action], RecordConstructorArgs):
@@ -174,19 +190,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, (Mapping, set, frozenset)):
         return dict(value) if isinstance(value, Mapping) else sorted(value)
     return repr(value)
-
-
-def _dialect_parser(dialect: str) -> Callable[[str], Action]:
-    try:
-        parsing = importlib.import_module(_PARSERS)
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"the parser of dialect {dialect!r} lies in {_PARSERS}, which cannot be imported "
-            f"({error}); pass parse="
-        ) from error
-
-    def parse(text: str) -> Action:
-        return cast(Message, parsing.parse_action(text, dialect))
-
-    parse("")
-    return parse

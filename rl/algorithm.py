@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Literal, TypeVar
 
 from turngym.rl.axes import (
+    AdaptiveK,
     Aggregate,
     Conditioned,
     NegativeEntropy,
@@ -18,6 +19,7 @@ from turngym.rl.axes import (
     Reward,
     Selection,
     SelfCertainty,
+    TopK,
     check_that,
 )
 from turngym.rl.binding import (
@@ -150,7 +152,7 @@ class Algorithm:
         advantage, region = self.advantage, self.trust_region
         varies = advantage.per_token or (
             isinstance(advantage, GroupAdvantage)
-            and (advantage.unit in ("turn", "token") or advantage.whiten == "token")
+            and (advantage.unit != "trajectory" or advantage.whiten == "token")
         )
         check_that(
             not (isinstance(region, GeometricClip) and varies),
@@ -330,6 +332,13 @@ def _check_run(algorithm: Algorithm, run: RunFacts) -> None:
     check_that(
         k is None or k <= members - (getattr(advantage, "kind", "") == "sloo"),
         f"{name} asks for pass@{k} of groups of {members}; lower advantage.k or sample more",
+    )
+    kept = selection.keep_in_group
+    most = kept.k if isinstance(kept, TopK) else max(kept.ks) if isinstance(kept, AdaptiveK) else 0
+    check_that(
+        kept is None or most < members,
+        f"{name} keeps {most} of {members} members, which drops none; lower "
+        "selection.keep_in_group or sample more",
     )
     kl = algorithm.term(KL)
     check_that(

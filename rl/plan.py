@@ -175,40 +175,35 @@ def plan(
     columns = _Columns(batch.num_tokens)
     for number in torch.unique(step[step >= 0]).tolist():
         _weigh_step(bound, batch, credit, step == number, columns)
-    correction = bound.algorithm.term(BehaviorCorrection)
-    weight_of_pairs = None
-    if credit.pairs is not None:
-        weight_of_pairs = _pair_weights(credit.pairs, step).to(batch.dtype)
-    state = credit.state
+    state, dtype = credit.state, batch.dtype
     kl, bonus = bound.algorithm.term(KL), bound.algorithm.term(Entropy)
     in_loss = kl is not None and kl.where == "loss"
+    imitates = bound.algorithm.term(PositiveNLL) is not None
+    penalizes = bound.algorithm.term(KLCov) is not None
     return Plan(
-        advantage=credit.advantage.to(batch.dtype),
-        weight=columns.weight.to(batch.dtype),
+        advantage=credit.advantage.to(dtype),
+        weight=columns.weight.to(dtype),
         mask=credit.mask & (step >= 0)[batch.row],
-        factor=columns.factor.to(batch.dtype),
-        correction=(
-            torch.ones(batch.num_tokens, dtype=batch.dtype)
-            if correction is None
-            else behavior_weight(correction, batch, credit.mask).to(batch.dtype)
-        ),
-        kl_coef=_coef(kl.coef if kl else 0.0, state.kl_coef) if in_loss else None,
-        entropy_coef=_coef(bonus.coef, state.entropy_coef) if bonus else None,
-        entropy_weight=columns.entropy.to(batch.dtype) if bonus else None,
-        nll_weight=(
-            columns.nll.to(batch.dtype) if bound.algorithm.term(PositiveNLL) is not None else None
-        ),
-        drift_weight=(
-            columns.drift.to(batch.dtype) if bound.algorithm.term(KLCov) is not None else None
-        ),
-        value_targets=(
-            None if credit.value_targets is None else credit.value_targets.to(batch.dtype)
-        ),
+        factor=columns.factor.to(dtype),
+        correction=_correction(bound, batch, credit.mask).to(dtype),
+        kl_coef=_coef(kl.coef, state.kl_coef) if kl is not None and in_loss else None,
+        entropy_coef=_coef(bonus.coef, state.entropy_coef) if bonus is not None else None,
+        entropy_weight=columns.entropy.to(dtype) if bonus is not None else None,
+        nll_weight=columns.nll.to(dtype) if imitates else None,
+        drift_weight=columns.drift.to(dtype) if penalizes else None,
+        value_targets=None if credit.value_targets is None else credit.value_targets.to(dtype),
         pairs=credit.pairs,
-        pair_weight=weight_of_pairs,
+        pair_weight=None if credit.pairs is None else _pair_weights(credit.pairs, step).to(dtype),
         live=credit.live,
         state=replace(state, step=state.step + 1),
     )
+
+
+def _correction(bound: BoundAlgorithm, batch: Batch, mask: Tensor) -> Tensor:
+    spec = bound.algorithm.term(BehaviorCorrection)
+    if spec is None:
+        return torch.ones(batch.num_tokens, dtype=torch.float64)
+    return behavior_weight(spec, batch, mask)
 
 
 class _Columns:

@@ -29,7 +29,8 @@ _ROW = np.dtype(
         ("temperature", "f4"),
         ("top_p", "f4"),
         ("top_k", "i8"),
-    ]
+    ],
+    align=True,  # torch takes views of fields only at whole strides
 )
 
 

@@ -172,7 +172,9 @@ class TokenAgent:
             version_spans=completion.version_spans,
         )
         return Act(
-            message=self._renderer.parse(completion.ids),
+            message=self._renderer.parse(
+                completion.ids, self.memory.tools, finish_reason=completion.finish_reason
+            ),
             finish_reason=completion.finish_reason,
             limit=self._limit(completion),
             start=start,
@@ -242,7 +244,8 @@ class DemoAgent:
                 stop=start,
             )
         record.add_sampled(ids, self._renderer.roles(ids), turn=turn, logp=None)
-        return Act(message=self._renderer.parse(ids), start=start, stop=len(record))
+        message = self._renderer.parse(ids, self.memory.tools)
+        return Act(message=message, start=start, stop=len(record))
 
     def close(self) -> None:
         """Nothing is kept."""

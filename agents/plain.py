@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from turngym.agents.parsing import parse, to_message
 from turngym.agents.transcript import Piece, Tools
-from turngym.types import Action, InvalidToolCall, Message, TokenRole, ToolCall
+from turngym.types import Action, FinishReason, Message, TokenRole
 
 __all__ = ["PlainRenderer"]
 
@@ -16,7 +16,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class PlainRenderer:
-    """Writes messages as bytes between control tokens, tool calls as JSON in `<tool_call>` tags.
+    """Writes messages as bytes between control tokens, tool calls in the Hermes dialect.
 
     Ids 0 to 255 are bytes of UTF-8, `END` closes every message, and one id a role opens it; text
     from outside can therefore never become a control token.
@@ -57,29 +57,16 @@ class PlainRenderer:
             np.array([*roles, TokenRole.GLUE], np.int8),
         )
 
-    def parse(self, ids: NDArray[np.int32]) -> Action:
+    def parse(
+        self,
+        ids: NDArray[np.int32],
+        tools: Tools | None = None,
+        *,
+        finish_reason: FinishReason | None = None,
+    ) -> Action:
         """Read a completion; never raises."""
         text = self.decode(ids)
-        content, *parts = text.split(_OPEN)
-        message = Message(role="assistant", content=content)
-        calls: list[ToolCall] = []
-        invalid: list[InvalidToolCall] = []
-        at = len(content)
-        for index, part in enumerate(parts):
-            body, closed, _ = part.partition(_CLOSE)
-            call = _read_call(body, index) if closed else None
-            if call is not None:
-                calls.append(call)
-            else:
-                error = "malformed_json" if closed else "unterminated"
-                span = (at, at + len(_OPEN) + len(part))
-                invalid.append(InvalidToolCall(text=_OPEN + part, error=error, span=span))
-            at += len(_OPEN) + len(part)
-        if calls:
-            message["tool_calls"] = calls
-        if invalid:
-            message["invalid_tool_calls"] = invalid
-        return message
+        return to_message(parse(text, "hermes", finish_reason=finish_reason or "stop", tools=tools))
 
     def roles(self, ids: NDArray[np.int32]) -> NDArray[np.int8]:
         """ACTION from the token after an opening tag to the closing tag, REASONING elsewhere."""
@@ -115,15 +102,3 @@ class PlainRenderer:
 
     def _message(self, message: Message) -> list[int]:
         return [self.ROLES[message["role"]], *self.text(message).encode(), self.END]
-
-
-def _read_call(body: str, index: int) -> ToolCall | None:
-    try:
-        call: Any = json.loads(body)
-        name, arguments = call["name"], call.get("arguments", {})
-    except (ValueError, TypeError, KeyError):
-        return None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return None
-    function = {"name": name, "arguments": arguments}
-    return ToolCall(id=f"call_{index}", type="function", function=function)  # type: ignore[typeddict-item]

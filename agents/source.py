@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import gymnasium
 
 from turngym.agents.threads import BlockingPool, CallTimeoutError
+from turngym.envs.registry import make
 from turngym.errors import ConfigError, EnvError
 from turngym.types import Action, Observation, Rewards, RewardSpec, Status, Task
 
@@ -89,7 +90,7 @@ class EnvSource:
     def _make(self) -> gymnasium.Env[Any, Any]:
         # Gymnasium's passive checker walks every message of every step; our own `check_env` has
         # done that once.
-        return gymnasium.make(self.env_id, disable_env_checker=True, **self.kwargs)
+        return make(self.env_id, disable_env_checker=True, **self.kwargs)
 
     def _attribute(self, env: gymnasium.Env[Any, Any], name: str) -> Any:
         try:

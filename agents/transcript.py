@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from turngym.types import Action, Message, Observation
+from turngym.types import Action, FinishReason, Message, Observation
 
 __all__ = ["Dialogue", "TokenRecord", "Tools", "Transcript", "TurnRenderer"]
 
@@ -40,7 +40,13 @@ class TurnRenderer(Protocol):
         """Render the suffix for new messages, from the end of the assistant turn on."""
         ...
 
-    def parse(self, ids: NDArray[np.int32]) -> Action:
+    def parse(
+        self,
+        ids: NDArray[np.int32],
+        tools: Tools | None = None,
+        *,
+        finish_reason: FinishReason | None = None,
+    ) -> Action:
         """Read a completion; never raises."""
         ...
 
@@ -185,14 +191,14 @@ class Transcript:
         self.record = TokenRecord()
         self._renderer = renderer
         self._max_context = max_context
+        self.tools: Tools = ()
         self._messages: list[Message] = []
-        self._tools: Tools = ()
         self._pending: Piece | None = None
         self._is_fresh = False
 
     def begin(self, prompt: Observation, tools: Tools) -> None:
         """Take the first observation."""
-        self._messages, self._tools = list(prompt), tools
+        self._messages, self.tools = list(prompt), tools
         self.record.start_segment()
         self.record.add_forced(*self._renderer.start(self._messages, tools), turn=-1)
 
@@ -205,12 +211,12 @@ class Transcript:
         self._messages.append(action)
         self._is_fresh = tools is not None or not self._renderer.append_only
         if tools is not None:
-            self._tools = tools
+            self.tools = tools
         if self._is_fresh:
-            self._pending = self._renderer.start([*self._messages, *observation], self._tools)
+            self._pending = self._renderer.start([*self._messages, *observation], self.tools)
         else:
             self._pending = self._renderer.extend(
-                self._messages, observation, self._tools, last_id=self.record.context[-1]
+                self._messages, observation, self.tools, last_id=self.record.context[-1]
             )
         self._messages.extend(observation)
 

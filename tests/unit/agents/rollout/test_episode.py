@@ -56,7 +56,7 @@ class TinyRenderer(PlainRenderer):
         roles = [TokenRole.GLUE] * (len(ids) - 1) + [TokenRole.OBSERVATION]
         return np.array(ids, np.int32), np.array(roles, np.int8)
 
-    def parse(self, ids: Any) -> Action:
+    def parse(self, ids: Any, tools: Any = None, *, finish_reason: Any = None) -> Action:
         call: Any = {"id": "a", "type": "function", "function": {"name": "count", "arguments": {}}}
         return Message(role="assistant", content="", tool_calls=[call])
 

@@ -82,7 +82,7 @@ class Policy(Protocol):
 
     async def generate(
         self,
-        prompt_ids: Sequence[int] | NDArray[np.int32],
+        prompt_ids: Sequence[int],
         sampling: Sampling,
         *,
         seed: int,

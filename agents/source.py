@@ -67,6 +67,7 @@ class EnvSource:
             close_env(env)
             raise
         self.has_expert = bool(getattr(env.unwrapped, "has_expert", False))
+        self.max_turns: int | None = getattr(env.unwrapped, "max_turns", None)
         self._spare: gymnasium.Env[Any, Any] | None = env
         self._lock = threading.Lock()
 

@@ -9,17 +9,7 @@ from turngym.errors import ConfigError
 from turngym.rl.algorithm import Algorithm
 from turngym.rl.presets import preset
 
-__all__ = ["EvalSchedule", "LoraConfig", "ModelConfig", "OptimConfig", "SftConfig", "TrainConfig"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraConfig:
-    """Low-rank adapters instead of full weights (peft)."""
-
-    rank: int = 8
-    alpha: float = 16.0
-    targets: tuple[str, ...] = ()
-    """Names of the linear layers that get an adapter; empty = all of them."""
+__all__ = ["EvalSchedule", "ModelConfig", "OptimConfig", "SftConfig", "TrainConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +21,18 @@ class ModelConfig:
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "auto"
-    lora: LoraConfig | None = None
-    """Train adapters only; None = all weights."""
+    lora_rank: int = 0
+    """Rank of low-rank adapters, trained instead of the weights (needs peft); 0 = all weights."""
+
+    lora_alpha: float | None = None
+    """The adapters' update is scaled by alpha / rank; None = twice the rank."""
+
+    lora_targets: tuple[str, ...] = ()
+    """Names of the linear layers that get an adapter; none = all of them."""
+
+    def __post_init__(self) -> None:
+        if self.lora_rank < 0:
+            raise ConfigError(f"model.lora_rank must be 0 (off) or positive, got {self.lora_rank}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

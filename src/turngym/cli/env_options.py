@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from gymnasium.envs.registration import EnvSpec, load_env_creator
@@ -69,7 +70,7 @@ def options_of(spec: EnvSpec) -> Any:
         default = spec.kwargs.get(name, parameter.default)
         if default is parameter.empty:
             raise ConfigError(f"{spec.id}: keyword argument {name!r} needs a default")
-        factory = dataclasses.field(default_factory=lambda value=default: value)
+        factory = dataclasses.field(default_factory=partial(_same, default))
         fields.append((name, hints.get(name, Any), factory))
     kind = dataclasses.make_dataclass("Env", fields, frozen=True, kw_only=True)
     kind.__doc__ = f"Arguments of {spec.id}."
@@ -96,3 +97,7 @@ def chosen_kwargs(options: Any, spec: EnvSpec) -> Mapping[str, Any]:
     usual = options_of(spec)
     values = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
     return {name: value for name, value in values.items() if value != getattr(usual, name)}
+
+
+def _same(value: Any) -> Any:
+    return value

@@ -12,7 +12,6 @@ caused it. A tool whose *surroundings* fail (a dead server, a lost sandbox) rais
 `SandboxError`, which ends the episode as the world's fault.
 """
 
-import importlib
 import inspect
 import json
 import math
@@ -79,10 +78,15 @@ class Tool:
                 f"tool {self.name!r}: its parameters must be a schema of type 'object', "
                 f"got {self.parameters.get('type')!r}"
             )
-        if self.isolated and (self.is_method or "<locals>" in self.fn.__qualname__):
+        if self.isolated and (
+            self.is_method
+            or inspect.iscoroutinefunction(self.fn)
+            or "<locals>" in self.fn.__qualname__
+            or self.fn.__module__ == "__main__"
+        ):
             raise ConfigError(
                 f"tool {self.name!r}: an isolated tool is imported by name in another process, so "
-                "it must be a plain function at the top of a module"
+                "it must be a plain function at the top of a module that can be imported"
             )
 
     @classmethod
@@ -126,9 +130,6 @@ class Tool:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function itself: no validation, no deadline."""
         return self._function()(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _imported, (self.fn.__module__, self.fn.__qualname__)
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -227,13 +228,6 @@ class Tool:
 def _validation_text(error: Mapping[str, Any]) -> str:
     where = ".".join(str(part) for part in error["loc"])
     return f"argument{' ' + repr(where) if where else ''}: {error['msg']}"
-
-
-def _imported(module: str, qualname: str) -> Any:
-    found: Any = importlib.import_module(module)
-    for part in qualname.split("."):
-        found = getattr(found, part)
-    return found
 
 
 @overload

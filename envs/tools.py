@@ -8,8 +8,8 @@
 What the model does wrong is an answer it can act on, never an exception: an unknown tool, arguments
 that do not fit the schema, a deadline that passed, a `ToolError` (its text is shown as it is), and
 any other exception of the tool (shown as `ValueError: ...`), since arguments chosen by the model
-caused it. A tool whose *surroundings* fail (a dead server, a lost sandbox) raises `EnvError` or
-`SandboxError`, which ends the episode as the world's fault.
+caused it. A tool whose *surroundings* fail (a dead server, a lost sandbox, a missing package)
+raises `EnvError`, another `TurngymError` or `ImportError`: the episode ends as the world's fault.
 """
 
 import inspect
@@ -26,7 +26,7 @@ from pydantic_core import to_jsonable_python
 from turngym.envs.deadline import run_async, run_threaded
 from turngym.envs.isolated import Answer, run_isolated
 from turngym.envs.schema import read_signature, violation
-from turngym.errors import ConfigError, EnvError, SandboxError, ToolError
+from turngym.errors import ConfigError, EnvError, ToolError, TurngymError
 from turngym.rewards.base import ToolResult
 
 __all__ = ["Tool", "cut", "to_text", "tool"]
@@ -173,6 +173,8 @@ class Tool:
             return "timeout", None, f"tool {self.name!r} timed out after {self.timeout_s:g} s"
         kind, cause, text = answer
         if kind == "env_error":
+            if isinstance(cause, ConfigError):
+                raise cause
             raise EnvError(f"tool {self.name!r}: {text}") from cause
         return answer
 
@@ -216,7 +218,7 @@ class Tool:
             return "schema_mismatch", None, cut(_validation_text(first), self.max_chars)
         if isinstance(error, ToolError):
             return "tool_error", None, to_text(str(error), self.max_chars)
-        if isinstance(error, (EnvError, SandboxError)):
+        if isinstance(error, (TurngymError, ImportError)):
             return "env_error", error, str(error)
         try:
             text = f"{type(error).__name__}: {error}".removesuffix(": ")

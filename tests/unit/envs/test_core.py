@@ -268,7 +268,7 @@ def test_what_an_author_gets_wrong_is_an_env_error() -> None:
         def prompt(self, task: Task) -> str:
             raise KeyError("missing")
 
-    with pytest.raises(EnvError, match="Broken.reset raised KeyError"):
+    with pytest.raises(EnvError, match=r"Broken\.reset raised KeyError"):
         Broken().reset()
 
 
@@ -304,7 +304,7 @@ class Dialogue(Counter):
         return [] if self.state["count"] else ["count"]
 
     def is_over(self, turn: TurnView) -> bool:
-        return self.state["count"] > 1
+        return bool(self.state["count"] > 1)
 
 
 def test_the_user_can_reply_and_tools_can_change() -> None:

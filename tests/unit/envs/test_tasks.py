@@ -1,6 +1,7 @@
 import gzip
 import json
 import random
+import re
 import sys
 import types
 from pathlib import Path
@@ -52,7 +53,7 @@ def test_splits_of_generated_tasks_never_share_a_problem() -> None:
 
 def test_about_a_tenth_of_all_problems_is_held_back_for_each_of_eval_and_test() -> None:
     # Binomial(5000, 0.1): the bounds are seven standard deviations away.
-    counts = {split: 0 for split in SPLITS}
+    counts = dict.fromkeys(SPLITS, 0)
     for number in range(5000):
         counts[split_of(str(number))] += 1
     assert 350 < counts["test"] < 650
@@ -150,13 +151,10 @@ GOOD = {"id": "x", "question": "1?", "answer": "1"}
         ({**GOOD, "id": "x3"}, "t.jsonl:7: the id 'x3' is taken by line 4"),
     ],
 )
-def test_a_bad_line_is_named_by_file_and_line(
-    tmp_path: Path, seventh: Any, message: str
-) -> None:
+def test_a_bad_line_is_named_by_file_and_line(tmp_path: Path, seventh: Any, message: str) -> None:
     rows = [{**GOOD, "id": f"x{number}"} for number in range(6)]
-    with pytest.raises(DataError, match="not JSON|expected|no field|field|taken") as caught:
+    with pytest.raises(DataError, match=re.escape(message)):
         TaskSet.from_jsonl(write(tmp_path / "t.jsonl", *rows, seventh))
-    assert message in str(caught.value)
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
@@ -203,5 +201,5 @@ def test_hub_rows_become_tasks_and_being_offline_is_explained(
     assert tasks[0] == Task(
         id="gsm8k/0", prompt="1+1?", answer="2", metadata={"solution": "1+1=2\n#### 2"}
     )
-    with pytest.raises(DataError, match="ConnectionError: no network.*pass the path"):
+    with pytest.raises(DataError, match=r"ConnectionError: no network.*pass the path"):
         TaskSet.from_hub("gsm8k", split="test")

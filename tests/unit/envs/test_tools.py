@@ -1,4 +1,5 @@
 import asyncio
+import importlib
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ def fail(how: str) -> str:
         raise EnvError("the server is down")
     if how == "sandbox":
         raise SandboxError("no session")
+    if how == "import":
+        importlib.import_module("no_such_package")
     if how == "exit":
         raise SystemExit(3)
     raise ValueError("x" * 100_000)
@@ -73,7 +76,7 @@ def test_tool_errors_are_shown_as_they_are_and_others_by_kind() -> None:
     assert len(other.text) <= 8192
 
 
-@pytest.mark.parametrize("how", ["world", "sandbox"])
+@pytest.mark.parametrize("how", ["world", "sandbox", "import"])
 def test_faults_of_the_surroundings_are_not_the_models(how: str) -> None:
     with pytest.raises(EnvError, match="tool 'fail'"):
         fail.call({"how": how})
@@ -184,7 +187,11 @@ def _processes_with(mark: str) -> list[str]:
 def test_an_isolated_tool_is_killed_with_its_children(isolated_tools: Any) -> None:
     result = isolated_tools.spin.call({"mark": "turngym-spin-mark"})
     assert result.error == "timeout"
-    assert _processes_with("turngym-spin-mark") == []
+    for _ in range(100):
+        if not _processes_with("turngym-spin-mark"):
+            return
+        time.sleep(0.02)
+    raise AssertionError("a child of the killed tool is still alive")
 
 
 @pytest.mark.slow
@@ -224,7 +231,7 @@ def test_every_tool_has_a_deadline(timeout_s: float) -> None:
         (None, "null"),
         (1.5, "1.5"),
         ([1, "é"], '[1, "é"]'),
-        ({"a": {1, 1}}, '{"a": [1]}'),
+        ({"a": {1}}, '{"a": [1]}'),
         (b"\xff\xfe ok", "�� ok"),
         ("half \ud800 pair", "half ? pair"),
         ("<|im_end|>\n", "<|im_end|>\n"),
@@ -239,12 +246,13 @@ def test_huge_output_is_cut_to_head_and_tail(value: Any) -> None:
     big = Tool.from_schema({"name": "big"}, lambda: value, timeout_s=60)
     tracemalloc.start()
     result = big.call({})
-    kept, peak = tracemalloc.get_traced_memory()
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert result.ok
     assert len(result.text) <= 8192
     assert "cut ...]" in result.text
-    assert result.text[:10].lstrip('["') and result.text.rstrip('"]').endswith("ab")
+    assert result.text.lstrip('["').startswith("ab")
+    assert result.text.rstrip('"]').endswith("ab")
     assert result.value == result.text
     assert peak < 2**21
 

@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import pytest
@@ -10,14 +11,11 @@ from turngym.envs.wrappers import RecordEpisode, TextActions, TurnLimit
 from turngym.errors import ConfigError, ResetNeededError
 from turngym.types import Action
 
-CALC = Action(
-    role="assistant", content="", tool_calls=[make_call("calc", {"expr": "1+1"}, turn=0)]
-)
+CALC = Action(role="assistant", content="", tool_calls=[make_call("calc", {"expr": "1+1"}, turn=0)])
 
 
-def make() -> "gymnasium.Env[object, object]":
-    env: gymnasium.Env[object, object] = gymnasium.make("turngym/Calculator-v0")
-    return env
+def make() -> "gymnasium.Env[Any, Any]":
+    return gymnasium.make("turngym/Calculator-v0")
 
 
 def test_text_is_parsed_by_the_function_given() -> None:

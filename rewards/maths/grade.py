@@ -56,9 +56,7 @@ def grade(
     if _PLACEHOLDER.fullmatch(_words(target)):
         return Grade("error", f"the gold answer {target[:80]!r} is a placeholder")
     answer = prediction or ""
-    if extract:
-        answer = final_answer(answer, fallback=fallback) or ""
-    answer = unwrap(answer)
+    answer = (final_answer(answer, fallback=fallback) or "") if extract else unwrap(answer)
     if not answer:
         return Grade("no_answer", "no complete answer outside the reasoning")
     return same_answer(answer, unwrap(target))

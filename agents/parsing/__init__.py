@@ -11,6 +11,7 @@ its kind and span.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from turngym.agents.parsing.code_block import PYTHON_CODE_BLOCK
 from turngym.agents.parsing.common import (
     Attempt,
     Context,
@@ -21,7 +22,14 @@ from turngym.agents.parsing.common import (
     Style,
     to_message,
 )
+from turngym.agents.parsing.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from turngym.agents.parsing.glm45 import GLM45
+from turngym.agents.parsing.harmony import HARMONY
 from turngym.agents.parsing.hermes import HERMES
+from turngym.agents.parsing.llama3_json import LLAMA3_JSON
+from turngym.agents.parsing.mistral import MISTRAL
+from turngym.agents.parsing.pythonic import PYTHONIC
+from turngym.agents.parsing.qwen3_xml import QWEN3_XML
 from turngym.errors import ConfigError
 from turngym.types import FinishReason, Message
 
@@ -40,7 +48,21 @@ __all__ = [
     "to_message",
 ]
 
-DIALECTS: Mapping[str, Dialect] = {dialect.name: dialect for dialect in (HERMES,)}
+DIALECTS: Mapping[str, Dialect] = {
+    dialect.name: dialect
+    for dialect in (
+        HARMONY,
+        DEEPSEEK_V3,
+        DEEPSEEK_V31,
+        GLM45,
+        QWEN3_XML,
+        HERMES,
+        MISTRAL,
+        PYTHONIC,
+        LLAMA3_JSON,
+        PYTHON_CODE_BLOCK,
+    )
+}
 """By name, in the order in which templates are searched for their signs."""
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "RoleTable",
     "Segment",
     "Style",
+    "skip_thought",
     "to_message",
     "walk",
 ]
@@ -104,7 +105,8 @@ class Context:
 
 
 Reader = Callable[[int, int], tuple[Sequence[Attempt], int]]
-"""`(start of the marker, end of the marker) -> (attempts, where the walk goes on)`."""
+"""`(start of the marker, end of the marker) -> (attempts, where the walk goes on)`; no attempts
+means that the text in between is content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,13 +181,16 @@ class _Walk:
     reasoning: list[str] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     flags: set[str] = field(default_factory=set)
+    thought_until: int = 0
+    """Where the last reasoning block that nobody opened ends; it began with the text."""
 
     def finish(self, text: str) -> Parsed:
+        first = text[: self.thought_until].replace(THINK_OPEN, "").replace(THINK_CLOSE, "")
         flags = self.flags.union(*(a.flags for a in self.attempts if isinstance(a, ParsedCall)))
         return Parsed(
             text=text,
             content="".join(self.content).strip().removeprefix("\ufeff"),
-            reasoning="\n".join(part for part in map(str.strip, self.reasoning) if part),
+            reasoning="\n".join(filter(None, map(str.strip, (first, *self.reasoning)))),
             attempts=tuple(self.attempts),
             flags=frozenset(flags),
         )
@@ -219,19 +224,22 @@ def walk(
         marker = match.group()
         found.content.append(text[position : match.start()])
         position = match.end()
+        if marker in fabricated and found.attempts:
+            found.flags.add("fabricated_result")
+            return found.finish(text)
         if marker in readers:
             attempts, position = readers[marker](match.start(), match.end())
             found.attempts.extend(attempts)
+            if not attempts:
+                found.content.append(text[match.start() : position])
         elif marker == THINK_OPEN:
             position = _reason(text, match.start(), match.end(), context, found)
         elif marker == THINK_CLOSE:
-            found.reasoning.append(text[: match.start()])
+            found.thought_until = match.start()
+            found.reasoning.clear()
             found.content.clear()
             found.attempts.clear()
         elif marker in fabricated:
-            if found.attempts:
-                found.flags.add("fabricated_result")
-                return found.finish(text)
             found.content.append(marker)
     found.content.append(text[position:])
     return found.finish(text)
@@ -250,6 +258,18 @@ def _reason(text: str, start: int, body: int, context: Context, found: _Walk) ->
             ParseError(kind="truncated", span=span, detail="the reply was cut off while reasoning")
         )
     return len(text)
+
+
+def skip_thought(text: str, context: Context) -> int:
+    """Return where a reply begins to speak: behind blanks and a leading reasoning block."""
+    start = len(text) - len(text.lstrip("\ufeff \t\r\n"))
+    if context.in_reasoning or text.startswith(THINK_OPEN, start):
+        close = text.find(THINK_CLOSE, start)
+        if close < 0:
+            return len(text)
+        start = close + len(THINK_CLOSE)
+        start = len(text) - len(text[start:].lstrip())
+    return start
 
 
 def to_message(parsed: Parsed) -> Message:

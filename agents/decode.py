@@ -6,8 +6,10 @@ Three decoders share the seam: `decode_fast` (Llama-type models, as a function o
 is neither, recomputation.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -99,6 +101,11 @@ def make_step(
 
 class Decoder(Protocol):
     """Runs slots forward."""
+
+    @property
+    def mode(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Context for every call: `torch.no_grad` or, without foreign modules, inference mode."""
+        ...
 
     @property
     def token_bytes(self) -> int:

@@ -77,7 +77,7 @@ class Engine:
         self._stops = np.zeros(vocab, bool)
         """Ids that stop some request: a cheap first test."""
         self._pending: deque[Request] = deque()
-        self.thread = StepThread(self._work, self._in_flight, threads=threads)
+        self.thread = StepThread(self._work, self._in_flight, mode=decoder.mode, threads=threads)
 
     def submit(self, request: Request) -> None:
         """Queue a request; its future resolves when it is done or has failed.
@@ -268,12 +268,11 @@ class Engine:
         if not is_stop and known < request.limit:
             return
         reason: FinishReason = "stop" if is_stop else "length"
-        versions, counts = np.unique(table.version[slot, own], return_counts=True)
         completion = Completion(
             ids=table.tokens[slot, own].astype(np.int32),
             logp=table.logp[slot, own].copy(),
             finish_reason=reason,
-            version_spans=tuple(zip(versions.tolist(), counts.tolist(), strict=True)),
+            version_spans=_spans(table.version[slot, own]),
         )
         table.retire(slot)
         if request.future.set_running_or_notify_cancel():
@@ -300,3 +299,13 @@ class Engine:
         finally:
             self.table.retire(slot)
         return found
+
+
+def _spans(versions: NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
+    """Return the runs of equal values as (value, length)."""
+    first = int(versions[0])
+    if (versions == first).all():
+        return ((first, len(versions)),)
+    starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()]
+    lengths = np.diff([*starts, len(versions)]).tolist()
+    return tuple(zip(versions[starts].tolist(), lengths, strict=True))

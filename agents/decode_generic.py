@@ -42,6 +42,8 @@ class _RowCache(Cache):  # type: ignore[misc]  # transformers is not typed
 class _Opaque:
     """What both decoders do with a model they do not know: heads and evaluation mode."""
 
+    mode = torch.no_grad
+
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._head = head_of(model)

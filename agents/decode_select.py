@@ -45,47 +45,50 @@ def select_decoder(model: nn.Module, max_context: int, *, fast: bool = True) -> 
     return RecomputeDecoder(model)
 
 
-@torch.inference_mode()
 def agrees_with_model(decoder: Decoder, model: nn.Module, max_context: int) -> bool:
     """Compare a decoder with the model itself on two rows fed in uneven pieces."""
     outer = cast(Any, model)
     device = outer.get_input_embeddings().weight.device
     length = min(7, max_context)
     ids = (torch.arange(2 * length, device=device).view(2, -1) * 7919 + 1) % vocab_size(model)
-    decoder.reserve(2, length + 2)
-    fed = [0, 0]
-    found: Tensor = torch.empty(0)
+    training = model.training
+    model.eval()
     try:
-        for counts in ((min(3, length), 1), (1, length - 1), (length - 4, 0)):
-            wanted = [min(max(c, 0), length - f) for c, f in zip(counts, fed, strict=True)]
-            if not any(wanted):
-                continue
-            chunk = torch.zeros(2, max(wanted), dtype=torch.int64, device=device)
-            for row, count in enumerate(wanted):
-                chunk[row, :count] = ids[row, fed[row] : fed[row] + count]
-            step = make_step(
-                torch.arange(2, device=device),
-                chunk,
-                torch.tensor(fed, device=device),
-                torch.tensor(wanted, device=device),
-                is_prefix=True,
-                span=max(f + c for f, c in zip(fed, wanted, strict=True)),
-                capacity=length + 2,
-                max_context=max_context,
-            )
-            logits = decoder.head(decoder.forward(step))
-            found = (
-                logits
-                if not len(found)
-                else torch.where(torch.tensor(wanted, device=device)[:, None] > 0, logits, found)
-            )
-            fed = [f + c for f, c in zip(fed, wanted, strict=True)]
-        training = model.training
-        model.eval()
-        want = outer(input_ids=ids, use_cache=False).logits[:, -1].float()
-        model.train(training)
+        with torch.no_grad():
+            want = outer(input_ids=ids, use_cache=False).logits[:, -1].float()
+        with decoder.mode():
+            found = _feed_unevenly(decoder, ids, max_context)
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
-        logger.debug("decoder probe failed", exc_info=error)
+        logger.debug("the decoder failed on %s", type(model).__name__, exc_info=error)
         return False
+    finally:
+        model.train(training)
     tolerance = 1e-4 if outer.dtype == torch.float32 else 5e-2
     return bool((found - want).abs().max() <= tolerance * want.abs().max().clamp(min=1.0))
+
+
+def _feed_unevenly(decoder: Decoder, ids: Tensor, max_context: int) -> Tensor:
+    """Feed two rows so that they differ in position and count; return their last logits, (2, V)."""
+    length = ids.shape[1]
+    decoder.reserve(2, length + 2)
+    fed = torch.zeros(2, dtype=torch.int64, device=ids.device)
+    last: list[Tensor] = [torch.empty(0), torch.empty(0)]
+    for counts in ([3, 1], [1, length], [length, 0]):
+        count = torch.tensor(counts, device=ids.device).minimum(length - fed)
+        columns = (fed[:, None] + torch.arange(int(count.max()), device=ids.device)).clamp(
+            max=length - 1
+        )
+        step = make_step(
+            torch.arange(2, device=ids.device),
+            ids.gather(1, columns),
+            fed,
+            count,
+            is_prefix=True,
+            span=int((fed + count).max()),
+            capacity=length + 2,
+            max_context=max_context,
+        )
+        logits = decoder.head(decoder.forward(step))
+        fed = fed + count
+        last = [logits[row] if count[row] else last[row] for row in range(2)]
+    return torch.stack(last)

@@ -29,7 +29,8 @@ _ROW = np.dtype(
         ("temperature", "f4"),
         ("top_p", "f4"),
         ("top_k", "i8"),
-    ]
+    ],
+    align=True,  # torch takes views of fields only at whole strides
 )
 
 
@@ -106,28 +107,28 @@ class SlotTable:
                 f"session {request.session!r} is already sampling; one completion at a time"
             )
         count = len(request.ids)
-        row = self.rows[slot]
-        known = self.tokens[slot, : min(int(row["fed"]), count - 1)]
-        differs = np.flatnonzero(known != request.ids[: len(known)])
-        row["fed"] = int(differs[0]) if len(differs) else len(known)
+        cached = self.tokens[slot, : min(int(self.rows["fed"][slot]), count - 1)]
+        differs = np.flatnonzero(cached != request.ids[: len(cached)])
+        fed = int(differs[0]) if len(differs) else len(cached)
         self.tokens[slot, :count] = request.ids
         self.logp[slot, request.prompt : count] = request.logp
         self.version[slot, request.prompt : count] = request.version
         self._clock += 1
         sampling = request.sampling
-        for name, value in (
-            ("held", True),
-            ("active", True),
-            ("known", count),
-            ("prompt", request.prompt),
-            ("limit", request.limit),
-            ("used", self._clock),
-            ("seed", request.seed & (2**64 - 1)),
-            ("temperature", sampling.temperature),
-            ("top_p", sampling.top_p),
-            ("top_k", sampling.top_k),
-        ):
-            row[name] = value
+        # In the order of _ROW's fields.
+        self.rows[slot] = (
+            True,
+            True,
+            fed,
+            count,
+            request.prompt,
+            request.limit,
+            self._clock,
+            request.seed & (2**64 - 1),
+            sampling.temperature,
+            sampling.top_p,
+            sampling.top_k,
+        )
         self.requests[slot] = request
         if request.session:
             self._names[slot] = request.session

@@ -39,6 +39,7 @@ class StepThread:
     Args:
         step: does a bit of work; returns whether there is more.
         in_flight: futures that the work still owes.
+        mode: context the thread runs in, such as `torch.no_grad`.
         threads: torch's intra-op threads for this thread; None = torch's setting.
     """
 
@@ -47,9 +48,11 @@ class StepThread:
         step: Callable[[], bool],
         in_flight: Callable[[], Iterable["Future[Any]"]],
         *,
+        mode: Callable[[], contextlib.AbstractContextManager[Any]],
         threads: int | None,
     ) -> None:
         self._step = step
+        self._mode = mode
         self._in_flight = in_flight
         self._threads = threads
         self._inbox: queue.SimpleQueue[_Job] = queue.SimpleQueue()
@@ -123,19 +126,13 @@ class StepThread:
             self._inbox.put(_Job(lambda: None))
             thread.join()
 
-    @torch.no_grad()
     def _main(self) -> None:
-        # Not inference_mode: modules that cache tensors would hand them to the learner's backward.
         cause = EngineError("the policy was closed while this was in flight")
         try:
             if self._threads is not None:
                 torch.set_num_threads(self._threads)
-            has_work = False
-            while not self._stopping:
-                while not has_work or not self._inbox.empty():
-                    self._inbox.get().run()
-                    has_work = True
-                has_work = self._step()
+            with self._mode():
+                self._loop()
         except BaseException as error:
             logger.exception("the sampling engine failed")
             cause = EngineError(f"the sampling engine failed: {type(error).__name__}: {error}")
@@ -148,3 +145,11 @@ class StepThread:
                     fail(future, cause)
             for future in self._in_flight():
                 fail(future, cause)
+
+    def _loop(self) -> None:
+        has_work = False
+        while not self._stopping:
+            while not has_work or not self._inbox.empty():
+                self._inbox.get().run()
+                has_work = True
+            has_work = self._step()

@@ -22,7 +22,7 @@ from turngym.agents.base import Sampling
 from turngym.agents.hf_policy import HFPolicy
 
 VOCAB = 163
-PROMPT, NEW, RESULT = 24, 16, 12
+PROMPT, NEW, RESULT = 20, 32, 12
 """Tokens of the prompt, of a turn and of a tool result: the sizes of the calculator task."""
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from turngym.agents.base import ActContext, Completion, MessagePolicy, Policy, Sampling
-from turngym.agents.transcript import Dialogue, Tools, Transcript, TurnRenderer
+from turngym.agents.transcript import Dialogue, SharedPrompts, Tools, Transcript, TurnRenderer
 from turngym.errors import ConfigError, EngineError
 from turngym.types import Action, FinishReason, Message, Observation, Source, Status
 
@@ -122,7 +122,12 @@ class TokenAgent:
     source: Source = "policy"
 
     def __init__(
-        self, policy: Policy, renderer: TurnRenderer, sampling: Sampling, seating: Seating
+        self,
+        policy: Policy,
+        renderer: TurnRenderer,
+        prompts: SharedPrompts,
+        sampling: Sampling,
+        seating: Seating,
     ) -> None:
         self._policy = policy
         self._renderer = renderer
@@ -130,7 +135,8 @@ class TokenAgent:
         self._seating = seating
         self._session = f"episode-{next(_SESSIONS)}"
         limits = (policy.max_context, seating.max_context)
-        self.memory = Transcript(renderer, min(limit for limit in limits if limit is not None))
+        limit = min(limit for limit in limits if limit is not None)
+        self.memory = Transcript(renderer, prompts, limit)
 
     @classmethod
     def factory(
@@ -147,7 +153,8 @@ class TokenAgent:
         chosen = sampling or Sampling()
         if not chosen.stop_ids:
             chosen = replace(chosen, stop_ids=tuple(renderer.stop_ids))
-        return lambda seating: cls(policy, renderer, chosen, seating)
+        prompts = SharedPrompts(renderer)
+        return lambda seating: cls(policy, renderer, prompts, chosen, seating)
 
     async def act(self, turn: int) -> Act:
         """Sample a completion, record it, read it."""
@@ -201,12 +208,16 @@ class DemoAgent:
     source: Source = "demo"
 
     def __init__(
-        self, renderer: TurnRenderer, habits: Mapping[str, float], seating: Seating
+        self,
+        renderer: TurnRenderer,
+        prompts: SharedPrompts,
+        habits: Mapping[str, float],
+        seating: Seating,
     ) -> None:
         self._renderer = renderer
         self._habits = habits
         self._seating = seating
-        self.memory = Transcript(renderer, seating.max_context)
+        self.memory = Transcript(renderer, prompts, seating.max_context)
 
     @classmethod
     def factory(
@@ -219,7 +230,8 @@ class DemoAgent:
             habits: probability of each of the expert's bad habits, by name.
         """
         chosen = dict(habits or {})
-        return lambda seating: cls(renderer, chosen, seating)
+        prompts = SharedPrompts(renderer)
+        return lambda seating: cls(renderer, prompts, chosen, seating)
 
     async def act(self, turn: int) -> Act:
         """Ask the expert and record its answer; one that does not fit is not recorded.

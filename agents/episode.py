@@ -22,6 +22,7 @@ from turngym.errors import (
     ConfigError,
     EngineError,
     EnvError,
+    MissingDependencyError,
     RewardError,
     TemplateError,
     WeightSyncError,
@@ -41,6 +42,13 @@ from turngym.types import (
 __all__ = ["EpisodeFailure", "Seat", "boundary", "run_episode"]
 
 _STATUSES = frozenset(get_args(Status))
+_FATAL = (ConfigError, MissingDependencyError, WeightSyncError)
+_BLAME: Mapping[type[Exception], Status] = {
+    RewardError: "reward_error",
+    EnvError: "env_error",
+    EngineError: "engine_error",
+    TemplateError: "engine_error",
+}
 _OWN_INFO = frozenset({"rewards", "results", "tools", "stop_reason"})
 
 
@@ -75,26 +83,25 @@ class EpisodeFailure(Exception):  # noqa: N818 - not an error to handle, a resul
 
 
 @contextmanager
-def boundary(status: Status) -> Iterator[None]:
+def boundary(status: Status, *, fatal: tuple[type[Exception], ...] = _FATAL) -> Iterator[None]:
     """Attribute whatever fails inside: to what the error says of itself, else to `status`.
 
-    Wrong settings and stale weights are no matter of one episode: they go through and stop the
-    run.
+    Args:
+        status: who is to blame when the error does not say.
+        fatal: errors that are no matter of one episode; they go through and stop the run.
+
+    Raises:
+        EpisodeFailure: for every other error.
     """
     try:
         yield
-    except (EpisodeFailure, WeightSyncError):
-        raise
-    except RewardError as error:
-        raise EpisodeFailure("reward_error", error) from error
-    except EnvError as error:
-        raise EpisodeFailure("env_error", error) from error
-    except (EngineError, TemplateError) as error:
-        raise EpisodeFailure("engine_error", error) from error
-    except (ConfigError, ImportError):
+    except EpisodeFailure:
         raise
     except Exception as error:
-        raise EpisodeFailure(status, error) from error
+        if isinstance(error, fatal) and not isinstance(error, TemplateError):
+            raise
+        blamed = (named for kind, named in _BLAME.items() if isinstance(error, kind))
+        raise EpisodeFailure(next(blamed, status), error) from error
 
 
 async def run_episode(
@@ -145,7 +152,8 @@ class _Episode:
         self._seat = seat
         self._specs = specs
         limit_s = config.episode_deadline_s
-        self._deadline = None if limit_s is None else asyncio.get_running_loop().time() + limit_s
+        self._loop = asyncio.get_running_loop()
+        self._deadline = None if limit_s is None else self._loop.time() + limit_s
         self.agent = make_agent(
             Seating(
                 turn_seed=seat.turn_seed,
@@ -170,6 +178,8 @@ class _Episode:
         for turn in itertools.count():
             if not self.agent.memory.has_room:
                 return await self._finish("context_full")
+            if self._is_late():
+                return await self._finish("deadline")
             started = time.perf_counter()
             act = await self._act(turn)
             generate_s = time.perf_counter() - started
@@ -183,6 +193,9 @@ class _Episode:
                 return status
         raise AssertionError("itertools.count() does not end")
 
+    def _is_late(self) -> bool:
+        return self._deadline is not None and self._loop.time() >= self._deadline
+
     async def _act(self, turn: int) -> Act | None:
         """The next action, or None when the deadline passes first."""
         try:
@@ -194,7 +207,8 @@ class _Episode:
 
     async def _step(self, act: Act, generate_s: float) -> Status | None:
         started = time.perf_counter()
-        with boundary("env_error"):
+        # What happens in a step may come of what the model wrote: it must not stop the run.
+        with boundary("env_error", fatal=()):
             result = await self._env.step(act.message)
             env_s = time.perf_counter() - started
             observation, ended, info = _checked_step(result)

@@ -1,7 +1,7 @@
 """Evaluation: play tasks, keep every episode, report with confidence intervals."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,34 +53,40 @@ def evaluate(
         raise ConfigError(f"num_tasks must lie in 1..{available} (the split), got {num_tasks}")
     if samples_per_task < 1:
         raise ConfigError(f"samples_per_task must be at least 1, got {samples_per_task}")
-    folder = None if out is None else Path(out)
-    store = None if folder is None else TrajectoryStore(folder / "trajectories")
-    records: list[dict[str, Any]] = []
-    if folder is not None and store is not None:
-        records = store.rows()
-        if records and not resume:
-            raise ConfigError(f"{folder} already holds an evaluation: resume it or choose another")
-        _check_same(folder, engine, rule)
+    store, records = _open(out, engine, rule, resume=resume)
     done = {(one["task_id"], one["sample"]) for one in records if not is_world_fault(one["status"])}
-
-    def seats() -> Iterator[Seat]:
-        for ordinal in range(num_tasks):
-            for sample in range(samples_per_task):
-                seat = engine.seat(ordinal, sample)
-                if (seat.task.id, sample) not in done:
-                    yield seat
+    seats = (
+        engine.seat(ordinal, sample)
+        for ordinal in range(num_tasks)
+        for sample in range(samples_per_task)
+    )
+    todo = [seat for seat in seats if (seat.task.id, seat.sample) not in done]
 
     def keep(_: Seat, trajectory: Trajectory) -> None:
         if store is not None:
             store.append([trajectory])
         records.append(record(trajectory))
 
-    todo = list(seats())
     engine.wait(engine.play(todo, keep, total=len(todo)))
     report = summarize(records, specs, success=list(rule))
-    if folder is not None:
-        _write(folder / "report.json", report.to_json())
+    if out is not None:
+        _write(Path(out) / "report.json", report.to_json())
     return report
+
+
+def _open(
+    out: Path | str | None, engine: RolloutEngine, rule: dict[str, float], *, resume: bool
+) -> tuple[TrajectoryStore | None, list[dict[str, Any]]]:
+    """Return where episodes go and what is there already."""
+    if out is None:
+        return None, []
+    folder = Path(out)
+    store = TrajectoryStore(folder / "trajectories")
+    records = store.rows()
+    if records and not resume:
+        raise ConfigError(f"{folder} already holds an evaluation: resume it or choose another")
+    _check_same(folder, engine, rule)
+    return store, records
 
 
 def _check_same(folder: Path, engine: RolloutEngine, rule: dict[str, float]) -> None:

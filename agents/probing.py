@@ -15,6 +15,8 @@ __all__ = [
     "generation_prompt",
     "opens_reasoning",
     "rewrites_history",
+    "starts_in_reasoning",
+    "takes_json",
 ]
 
 PlainMessage = dict[str, Any]
@@ -82,6 +84,40 @@ def generation_prompt(template: Template) -> str:
 def opens_reasoning(prompt: str) -> bool:
     """Tell whether a generation prompt ends inside a reasoning block."""
     return prompt.rfind(THINK_OPEN) > prompt.rfind(THINK_CLOSE)
+
+
+def starts_in_reasoning(suffixes: SuffixRenderer, prompt: str) -> bool:
+    """Tell whether every completion starts inside a reasoning block.
+
+    Some templates open the block behind a user's message but not behind a tool's result; there the
+    tag that closes it has to tell.
+    """
+    if not opens_reasoning(prompt):
+        return False
+    try:
+        suffix = suffixes.render([_result("call00000", "4")], with_tools=True)
+    except TemplateError:
+        return True
+    return opens_reasoning(suffix.rest.text)
+
+
+def takes_json(template: Template) -> bool:
+    """Tell whether a template wants the arguments of calls as JSON text.
+
+    Given an object it then fails, or writes a Python literal.
+    """
+    dialogue = [_user("hello"), _say("", calls=("call00000",)), _result("call00000", "r")]
+    try:
+        return "{'x'" in template.render(dialogue, _TOOLS, prompt=False)
+    except TemplateError:
+        template.takes_json = True
+    try:
+        template.render(dialogue, _TOOLS, prompt=False)
+    except TemplateError:
+        return False
+    finally:
+        template.takes_json = False
+    return True
 
 
 def closing_token(template: Template, codec: Codec) -> str:

@@ -19,8 +19,9 @@ from turngym.agents.probing import (
     closing_token,
     find_style,
     generation_prompt,
-    opens_reasoning,
     rewrites_history,
+    starts_in_reasoning,
+    takes_json,
 )
 from turngym.agents.roles import RoleMachine, RoleTracker
 from turngym.agents.suffix import SuffixRenderer
@@ -83,11 +84,12 @@ class Renderer:
         self._template = Template(tokenizer, template_kwargs or {}, tuple(self.codec.control))
         self._dialect = get_dialect(dialect or dialect_of(self._template.source))
         prompt = generation_prompt(self._template)
-        self.starts_in_reasoning = opens_reasoning(prompt)
-        """The generation prompt opens the reasoning block, so completions start inside it."""
-
+        self._template.takes_json = takes_json(self._template)
         self._stops = self._find_stops(tokenizer, stop_ids)
         self._suffixes = SuffixRenderer(self._template, self.codec, tuple(self._stops))
+        self.starts_in_reasoning = starts_in_reasoning(self._suffixes, prompt)
+        """The generation prompt opens the reasoning block, so completions start inside it."""
+
         self._machine = RoleMachine(self._dialect.roles, in_reasoning=self.starts_in_reasoning)
         self._style = find_style(self._template)
         self.rewrites_history = rewrites_history(self._template, self._suffixes, prompt)

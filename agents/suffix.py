@@ -12,12 +12,15 @@ from functools import lru_cache
 from typing import Any
 
 from turngym.agents.codec import Codec, Span
+from turngym.agents.parsing.calls import dump
 from turngym.agents.templating import Rendered, Template, fresh_mark
 from turngym.errors import TemplateError
 
 __all__ = ["Suffix", "SuffixRenderer"]
 
 PlainMessage = Mapping[str, Any]
+Shape = tuple[tuple[str, ...], ...]
+Marks = Mapping[tuple[int, str], str]
 
 _FIELDS = ("content", "name", "tool_call_id")
 _NASTY = (
@@ -67,6 +70,13 @@ class _Scaffold:
         return Suffix(end=self.end, rest=Rendered(text, outside))
 
 
+def _escaped(text: str) -> str:
+    return dump(text)[1:-1]
+
+
+_TRANSFORMS = (str, str.strip, _escaped)
+
+
 class SuffixRenderer:
     """Renders what follows a completion.
 
@@ -80,7 +90,7 @@ class SuffixRenderer:
         self._template = template
         self._codec = codec
         self._stops = tuple(stops)
-        self._scaffold = lru_cache(maxsize=256)(self._find_scaffold)
+        self._find = lru_cache(maxsize=256)(self._find_shape)
 
     def render(self, new: Sequence[PlainMessage], *, with_tools: bool) -> Suffix:
         """Render the suffix for new messages.
@@ -90,30 +100,48 @@ class SuffixRenderer:
             with_tools: the dialogue offers tools.
 
         Raises:
-            TemplateError: the template refuses the messages whatever precedes them.
+            TemplateError: the template refuses the messages whatever precedes them, or drops their
+                text.
         """
-        is_text = all(
-            isinstance(message[f], str) for message in new for f in _FIELDS if f in message
-        )
         shape = tuple((m["role"], *(f for f in _FIELDS if f in m)) for m in new)
-        scaffold = self._scaffold(shape, with_tools) if is_text else None
-        return scaffold.fill(new) if scaffold else self._render(new, with_tools)
+        context, scaffold = self._find(shape, with_tools)
+        is_text = all(isinstance(m[f], str) for m in new for f in _FIELDS if f in m)
+        if scaffold is not None and is_text:
+            return scaffold.fill(new)
+        return self._render(new, context, with_tools)
 
-    def _find_scaffold(self, shape: tuple[tuple[str, ...], ...], with_tools: bool) -> Any:
-        """Return the scaffold of messages of a shape, None when their text is transformed."""
+    def _find_shape(self, shape: Shape, with_tools: bool) -> tuple[int, _Scaffold | None]:
+        """Return the context that messages of a shape need, and the scaffold around them.
+
+        There is no scaffold when the template does to their text what no transform explains.
+        """
         marks = {
             (index, field): f"zq{index}{field[0]}{'x' * (6 - len(str(index)))}"
             for index, (_, *fields) in enumerate(shape)
             for field in fields
         }
+        refusals: list[TemplateError] = []
+        contexts = len(self._contexts(_filled(shape, marks)))
+        for context in range(contexts):
+            try:
+                suffix = self._render(_filled(shape, marks), context, with_tools)
+            except TemplateError as error:
+                refusals.append(error)
+                continue
+            contents = [mark for (_, field), mark in marks.items() if field == "content"]
+            if all(mark in suffix.rest.text for mark in contents):
+                return context, self._find_scaffold(suffix, shape, marks, context, with_tools)
+        if len(refusals) == contexts:
+            raise refusals[0]
+        roles = ", ".join(role for role, *_ in shape)
+        raise TemplateError(
+            f"the chat template drops the text of messages ({roles}) that follow the assistant's; "
+            "use a template that shows them"
+        )
 
-        def filled(values: Mapping[tuple[int, str], str]) -> list[PlainMessage]:
-            return [
-                {"role": role, **{field: values[index, field] for field in fields}}
-                for index, (role, *fields) in enumerate(shape)
-            ]
-
-        suffix = self._render(filled(marks), with_tools)
+    def _find_scaffold(
+        self, suffix: Suffix, shape: Shape, marks: Marks, context: int, with_tools: bool
+    ) -> _Scaffold | None:
         text = suffix.rest.text
         found = sorted((text.find(mark), key) for key, mark in marks.items() if mark in text)
         if any(text.count(mark) > 1 for mark in marks.values()):
@@ -123,17 +151,17 @@ class SuffixRenderer:
         for start, key in found:
             pieces.append(text[position:start])
             position = start + len(marks[key])
-        keys = tuple(key for _, key in found)
         pieces.append(text[position:])
+        keys = tuple(key for _, key in found)
         trials = [
-            filled({key: nasty if key[1] == "content" else mark for key, mark in marks.items()})
+            _filled(shape, {k: nasty if k[1] == "content" else mark for k, mark in marks.items()})
             for nasty in (*_NASTY, *self._control_words())
         ]
         try:
-            actual = [self._render(trial, with_tools) for trial in trials]
+            actual = [self._render(trial, context, with_tools) for trial in trials]
         except TemplateError:
             return None
-        for transform in (str, str.strip):
+        for transform in _TRANSFORMS:
             scaffold = _Scaffold(suffix.end, tuple(pieces), keys, transform)
             expected = [scaffold.fill(trial) for trial in trials]
             if [(s.end, s.rest.text) for s in actual] == [(s.end, s.rest.text) for s in expected]:
@@ -145,24 +173,19 @@ class SuffixRenderer:
         named = [text for text in self._codec.control if text in self._template.source]
         return [*named, "".join(self._codec.control)]
 
-    def _render(self, new: Sequence[PlainMessage], with_tools: bool) -> Suffix:
-        refusal: TemplateError | None = None
-        for context in self._contexts(new):
-            anchor = fresh_mark(repr(new))
-            tools = [_TOOL] if with_tools else None
-            dialogue = [_anchored(message, anchor) for message in context] + list(new)
-            try:
-                rendered = self._template.render_marked(dialogue, tools, prompt=True)
-            except TemplateError as error:
-                refusal = refusal or error
-                continue
-            suffix = self._cut(rendered, anchor, has_calls="tool_calls" in context[-1])
-            if suffix is not None:
-                return suffix
-        raise refusal or TemplateError(
-            "cannot tell where the chat template ends the assistant's message; it must write the "
-            "message's content and end it with a token of the vocabulary"
+    def _render(self, new: Sequence[PlainMessage], context: int, with_tools: bool) -> Suffix:
+        """Render messages behind one of the contexts.
+
+        Raises:
+            TemplateError: the template refuses the dialogue, or it cannot be cut.
+        """
+        before = self._contexts(new)[context]
+        anchor = fresh_mark(repr(new))
+        dialogue = [*(_anchored(message, anchor) for message in before), *new]
+        rendered = self._template.render_marked(
+            dialogue, [_TOOL] if with_tools else None, prompt=True
         )
+        return self._cut(rendered, anchor, has_calls="tool_calls" in before[-1])
 
     def _contexts(self, new: Sequence[PlainMessage]) -> list[list[dict[str, Any]]]:
         """Return dialogues that may precede the messages, the most natural one first."""
@@ -185,23 +208,31 @@ class SuffixRenderer:
             for message in (*(acts if calls else ()), says)
         ]
 
-    def _cut(self, rendered: Rendered, anchor: str, *, has_calls: bool) -> Suffix | None:
+    def _cut(self, rendered: Rendered, anchor: str, *, has_calls: bool) -> Suffix:
         """Cut a dialogue behind the dummy's text and the token that ends its turn."""
         anchored = rendered.text.rfind(anchor)
-        if anchored < 0:
-            return None
         start = anchored + len(anchor)
         ends = [(at, stop) for stop in self._stops if (at := rendered.text.find(stop, start)) >= 0]
         limit = min((a for a, _ in rendered.outside if a >= start), default=len(rendered.text))
-        if ends and min(ends)[0] < limit:
+        if anchored >= 0 and ends and min(ends)[0] < limit:
             at, end = min(ends, key=lambda found: (found[0], -len(found[1])))
             start = at + len(end)
-        elif has_calls:
-            return None
+        elif anchored < 0 or has_calls:
+            raise TemplateError(
+                "cannot tell where the chat template ends the assistant's message; it must write "
+                "the message's content and end it with a token of the vocabulary"
+            )
         else:
             end = ""
         outside = [(a - start, b - start) for a, b in rendered.outside if a >= start]
         return Suffix(end=end, rest=Rendered(rendered.text[start:], outside))
+
+
+def _filled(shape: Shape, values: Marks) -> list[PlainMessage]:
+    return [
+        {"role": role, **{field: values[index, field] for field in fields}}
+        for index, (role, *fields) in enumerate(shape)
+    ]
 
 
 def _anchored(message: dict[str, Any], anchor: str) -> dict[str, Any]:

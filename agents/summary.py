@@ -205,29 +205,20 @@ def summarize(
     """
     rule = success_rule(specs, success)
     episodes = _distinct(records)
+    scored = [one for one in episodes if not is_world_fault(one["status"])]
     by_task: dict[str, list[Record]] = {}
-    for episode in episodes:
-        if not is_world_fault(episode["status"]):
-            by_task.setdefault(episode["task_id"], []).append(episode)
+    for one in scored:
+        by_task.setdefault(one["task_id"], []).append(one)
     tasks = list(by_task.values())
-    verdicts = [
-        [verdict for one in task if (verdict := _is_success(one, rule)) is not None]
-        for task in tasks
-    ]
-    counts = [(len(verdict), sum(verdict)) for verdict in verdicts if verdict]
-    ks = _ks(max((n for n, _ in counts), default=0))
+    counts = _count_successes(tasks, rule)
 
     def over_tasks(value: Callable[[Record], float | None]) -> Estimate | None:
         found = ([v for one in task if (v := value(one)) is not None] for task in tasks)
         return _estimate([sum(values) / len(values) for values in found if values], seed)
 
-    def over_counts(estimator: Callable[[int, int, int], float]) -> dict[int, Estimate]:
-        found = {k: _estimate([estimator(n, c, k) for n, c in counts if n >= k], seed) for k in ks}
-        return {k: estimate for k, estimate in found.items() if estimate is not None}
-
     components = {name: over_tasks(partial(_component, name)) for name in specs}
-    scored = [one for task in tasks for one in task]
     num_calls = sum(one["tool_calls"] for one in scored)
+    num_errors = sum(one["tool_errors"] for one in scored)
     return Report(
         success=rule,
         tasks=len(tasks),
@@ -235,15 +226,13 @@ def summarize(
         errors=len(episodes) - len(scored),
         unscored=len(scored) - sum(n for n, _ in counts),
         statuses=dict(sorted(Counter(one["status"] for one in episodes).items())),
-        pass_at=over_counts(pass_at_k),
-        pass_hat=over_counts(pass_hat_k),
+        pass_at=_over_k(counts, pass_at_k, seed),
+        pass_hat=_over_k(counts, pass_hat_k, seed),
         reward=over_tasks(lambda one: _total(one, specs)),
         rewards={name: found for name, found in components.items() if found is not None},
         turns=over_tasks(lambda one: one["turns"]),
         tool_errors=over_tasks(lambda one: one["tool_errors"]),
-        tool_error_rate=sum(one["tool_errors"] for one in scored) / num_calls
-        if num_calls
-        else None,
+        tool_error_rate=num_errors / num_calls if num_calls else None,
         truncated=over_tasks(lambda one: float(one["status"] != "completed")),
     )
 
@@ -256,6 +245,28 @@ def _distinct(records: Iterable[Record]) -> list[Record]:
         if key not in chosen or is_world_fault(chosen[key]["status"]):
             chosen[key] = one
     return [chosen[key] for key in sorted(chosen)]
+
+
+def _count_successes(
+    tasks: Iterable[Sequence[Record]], rule: Mapping[str, float]
+) -> list[tuple[int, int]]:
+    """(tries, successes) of each task that has tries whose success is known."""
+    verdicts = ([_is_success(one, rule) for one in task] for task in tasks)
+    known = ([verdict for verdict in task if verdict is not None] for task in verdicts)
+    return [(len(task), sum(task)) for task in known if task]
+
+
+def _over_k(
+    counts: Sequence[tuple[int, int]], estimator: Callable[[int, int, int], float], seed: int
+) -> dict[int, Estimate]:
+    """Estimate by k, over the tasks that have at least k tries."""
+    most = max((n for n, _ in counts), default=0)
+    powers = {1 << exponent for exponent in range(most.bit_length())}
+    found = {
+        k: _estimate([estimator(n, c, k) for n, c in counts if n >= k], seed)
+        for k in sorted((powers | {most}) - {0})
+    }
+    return {k: estimate for k, estimate in found.items() if estimate is not None}
 
 
 def _is_success(episode: Record, rule: Mapping[str, float]) -> bool | None:
@@ -276,12 +287,6 @@ def _total(episode: Record, specs: Mapping[str, RewardSpec]) -> float | None:
     return sum(scored) if scored else None
 
 
-def _ks(most: int) -> list[int]:
-    """Powers of two up to the number of tries, and that number."""
-    powers = [1 << exponent for exponent in range(most.bit_length()) if 1 << exponent <= most]
-    return sorted({*powers, most} - {0})
-
-
 def _estimate(values: Sequence[float], seed: int) -> Estimate | None:
     """Mean and 95 % percentile bootstrap interval over tasks; None without a value."""
     if not values:
@@ -290,6 +295,10 @@ def _estimate(values: Sequence[float], seed: int) -> Estimate | None:
     low = high = None
     if len(array) > 1:
         rng = np.random.default_rng(seed)
-        means = [array[rng.integers(len(array), size=len(array))].mean() for _ in range(_RESAMPLES)]
+        # In pieces: the draws of many tasks at once would not fit the memory.
+        piece = max(1, 1_000_000 // len(array))
+        sizes = [min(piece, _RESAMPLES - start) for start in range(0, _RESAMPLES, piece)]
+        draws = (rng.integers(len(array), size=(size, len(array))) for size in sizes)
+        means = np.concatenate([array[draw].mean(axis=1) for draw in draws])
         low, high = (float(bound) for bound in np.quantile(means, (0.025, 0.975)))
     return Estimate(value=float(array.mean()), low=low, high=high, tasks=len(array))

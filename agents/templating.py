@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from turngym.agents.codec import Span
+from turngym.agents.parsing.calls import dump
 from turngym.errors import TemplateError
 
 __all__ = ["Rendered", "Template", "fresh_mark"]
@@ -67,6 +68,9 @@ class Template:
         self.header = ""
         """Opens the assistant's message where the template has no generation prompt."""
 
+        self.takes_json = False
+        """The template wants the arguments of calls as JSON text."""
+
     def with_frozen_clock(self) -> "Template":
         """Return the same template with `strftime_now` standing still, to compare renderings."""
         if "strftime_now" not in self.source:
@@ -74,6 +78,7 @@ class Template:
         twin = Template(self._tokenizer, self._kwargs)
         twin._kwargs["chat_template"] = _FROZEN_CLOCK + self.source
         twin.header = self.header
+        twin.takes_json = self.takes_json
         twin._control = self._control
         return twin
 
@@ -87,9 +92,10 @@ class Template:
         """
         import jinja2
 
+        dialogue = [_with_json(m) for m in messages] if self.takes_json else list(messages)
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages),
+                dialogue,
                 tools=list(tools) if tools else None,
                 add_generation_prompt=prompt,
                 tokenize=False,
@@ -123,6 +129,17 @@ class Template:
             if rendered is not None and (rendered.text == plain or is_last_resort):
                 return rendered
         raise AssertionError("the last marker always returns or raises")
+
+
+def _with_json(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Write the arguments of a message's calls as JSON."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        calls.append({**call, "function": {**function, "arguments": dump(function["arguments"])}})
+    return {**message, "tool_calls": calls}
 
 
 class _Marker:

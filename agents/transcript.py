@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from turngym.types import Action, FinishReason, Message, Observation
 
-__all__ = ["Dialogue", "TokenRecord", "Tools", "Transcript", "TurnRenderer"]
+__all__ = ["Dialogue", "SharedPrompts", "TokenRecord", "Tools", "Transcript", "TurnRenderer"]
 
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of the tools, OpenAI shape."""
@@ -176,6 +176,29 @@ class Dialogue:
         return {}
 
 
+class SharedPrompts:
+    """Renders first contexts once for all who begin with the same messages: a group, mostly.
+
+    Args:
+        renderer: messages to tokens.
+        size: contexts kept; those used longest ago go first.
+    """
+
+    def __init__(self, renderer: TurnRenderer, size: int = 256) -> None:
+        self._renderer = renderer
+        self._size = size
+        self._pieces: dict[str, Piece] = {}
+
+    def start(self, messages: Sequence[Message], tools: Tools) -> Piece:
+        """Render a whole context, generation prompt included."""
+        key = repr((messages, tools))
+        piece = self._pieces.pop(key, None) or self._renderer.start(messages, tools)
+        self._pieces[key] = piece
+        if len(self._pieces) > self._size:
+            del self._pieces[next(iter(self._pieces))]
+        return piece
+
+
 class Transcript:
     """A dialogue with its exact token record.
 
@@ -184,12 +207,16 @@ class Transcript:
 
     Args:
         renderer: messages to tokens.
+        prompts: the same for first contexts.
         max_context: most tokens of a context, completion included; None = no limit.
     """
 
-    def __init__(self, renderer: TurnRenderer, max_context: int | None) -> None:
+    def __init__(
+        self, renderer: TurnRenderer, prompts: SharedPrompts, max_context: int | None
+    ) -> None:
         self.record = TokenRecord()
         self._renderer = renderer
+        self._prompts = prompts
         self._max_context = max_context
         self.tools: Tools = ()
         self._messages: list[Message] = []
@@ -200,7 +227,7 @@ class Transcript:
         """Take the first observation."""
         self._messages, self.tools = list(prompt), tools
         self.record.start_segment()
-        self.record.add_forced(*self._renderer.start(self._messages, tools), turn=-1)
+        self.record.add_forced(*self._prompts.start(self._messages, tools), turn=-1)
 
     def observe(self, action: Action, observation: Observation, tools: Tools | None) -> None:
         """Take an action and the environment's answer; `tools` only when they changed.

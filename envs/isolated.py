@@ -1,8 +1,9 @@
 """Tools in a process of their own: what `@tool(isolated=True)` runs on.
 
-The child imports the tool by name and answers over a socket pair. It is killed with everything it
-started when its deadline passes, and ends by itself when the parent's end of the socket closes,
-so nothing outlives the parent. Children are reused by later calls.
+The child imports the tool by name and answers over a socket pair. It is killed with its process
+group when its deadline passes, and ends by itself when the parent's end of the socket closes, so
+it does not outlive the parent. Children are reused by later calls. This contains accidents, not
+attacks: code that a model wrote belongs in a sandbox.
 """
 
 import atexit
@@ -70,7 +71,7 @@ class _Child:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """End the child and everything it started."""
+        """End the child and its process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

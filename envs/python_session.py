@@ -21,7 +21,11 @@ class PythonSession:
         Args:
             sandbox: name of a sandbox, see `turngym.envs.resources`.
             cells: run first, when the interpreter starts.
+
+        Raises:
+            ConfigError: no sandbox has the name.
         """
+        resources.require("sandbox", sandbox)
         self._sandbox = sandbox
         self._cells = cells
         self._session: SyncSession | None = None

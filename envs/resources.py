@@ -19,7 +19,7 @@ from turngym.errors import ConfigError
 from turngym.sandboxes.factory import BACKENDS
 from turngym.sandboxes.sync import SyncSandbox
 
-__all__ = ["close", "get", "provide", "sandbox"]
+__all__ = ["close", "get", "provide", "require", "sandbox"]
 
 Key = tuple[str, str]
 
@@ -41,24 +41,31 @@ def provide(kind: str, name: str, make: Callable[[], Any]) -> None:
         _makers[kind, name] = make
 
 
+def require(kind: str, name: str) -> None:
+    """Check that a name is known, without making the object.
+
+    Raises:
+        ConfigError: nothing of the kind has the name.
+    """
+    if (kind, name) not in _makers:
+        known = [other for other_kind, other in _makers if other_kind == kind]
+        raise ConfigError(
+            f"no {kind} is called {name!r}{did_you_mean(name, known)}; known: "
+            f"{', '.join(known) or 'none'}; see turngym.envs.resources.provide"
+        )
+
+
 def get(kind: str, name: str) -> Any:
     """Return the shared object of a name, made on first use.
 
     Raises:
         ConfigError: nothing of the kind has the name.
     """
-    key = (kind, name)
+    require(kind, name)
     with _lock:
-        if key not in _live:
-            make = _makers.get(key)
-            if make is None:
-                known = [other for other_kind, other in _makers if other_kind == kind]
-                raise ConfigError(
-                    f"no {kind} is called {name!r}{did_you_mean(name, known)}; known: "
-                    f"{', '.join(known) or 'none'}; see turngym.envs.resources.provide"
-                )
-            _live[key] = make()
-        return _live[key]
+        if (kind, name) not in _live:
+            _live[kind, name] = _makers[kind, name]()
+        return _live[kind, name]
 
 
 def sandbox(name: str) -> SyncSandbox:

@@ -5,7 +5,7 @@ contain what the type allows (any Unicode, any content parts), sample short hone
 through Gymnasium's vector environments as plain objects.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import gymnasium
@@ -58,8 +58,8 @@ class MessageSpace(gymnasium.Space[Message]):
         return (
             _is_content(x.get("content"))
             and all(isinstance(x.get(key, ""), str) for key in _TEXT_KEYS)
-            and all(_is_call(call) for call in x.get("tool_calls", ()))
-            and all(_is_invalid_call(call) for call in x.get("invalid_tool_calls", ()))
+            and _all(_is_call, x.get("tool_calls", ()))
+            and _all(_is_invalid_call, x.get("invalid_tool_calls", ()))
         )
 
     def to_jsonable(self, sample_n: Iterable[Message]) -> list[Any]:
@@ -158,6 +158,10 @@ def _is_content(content: Any) -> bool:
     if isinstance(content, list):
         return all(isinstance(part, Mapping) for part in content)
     return isinstance(content, str)
+
+
+def _all(test: Callable[[Any], bool], items: Any) -> bool:
+    return isinstance(items, (list, tuple)) and all(test(item) for item in items)
 
 
 def _is_call(call: Any) -> bool:

@@ -8,11 +8,10 @@
 What the model does wrong is an answer it can act on, never an exception: an unknown tool, arguments
 that do not fit the schema, a deadline that passed, a `ToolError` (its text is shown as it is), and
 any other exception of the tool (shown as `ValueError: ...`), since arguments chosen by the model
-caused it. A tool whose *surroundings* fail (a dead server, a lost sandbox) raises `EnvError` or
-`SandboxError`, which ends the episode as the world's fault.
+caused it. A tool whose *surroundings* fail (a dead server, a lost sandbox, a missing package)
+raises `EnvError`, another `TurngymError` or `ImportError`: the episode ends as the world's fault.
 """
 
-import importlib
 import inspect
 import json
 import math
@@ -27,7 +26,7 @@ from pydantic_core import to_jsonable_python
 from turngym.envs.deadline import run_async, run_threaded
 from turngym.envs.isolated import Answer, run_isolated
 from turngym.envs.schema import read_signature, violation
-from turngym.errors import ConfigError, EnvError, SandboxError, ToolError
+from turngym.errors import ConfigError, EnvError, ToolError, TurngymError
 from turngym.rewards.base import ToolResult
 
 __all__ = ["Tool", "cut", "to_text", "tool"]
@@ -79,10 +78,15 @@ class Tool:
                 f"tool {self.name!r}: its parameters must be a schema of type 'object', "
                 f"got {self.parameters.get('type')!r}"
             )
-        if self.isolated and (self.is_method or "<locals>" in self.fn.__qualname__):
+        if self.isolated and (
+            self.is_method
+            or inspect.iscoroutinefunction(self.fn)
+            or "<locals>" in self.fn.__qualname__
+            or self.fn.__module__ == "__main__"
+        ):
             raise ConfigError(
                 f"tool {self.name!r}: an isolated tool is imported by name in another process, so "
-                "it must be a plain function at the top of a module"
+                "it must be a plain function at the top of a module that can be imported"
             )
 
     @classmethod
@@ -127,9 +131,6 @@ class Tool:
         """Call the function itself: no validation, no deadline."""
         return self._function()(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _imported, (self.fn.__module__, self.fn.__qualname__)
-
     @property
     def schema(self) -> dict[str, Any]:
         """The tool as chat templates and OpenAI-style servers take it; a fresh copy."""
@@ -172,6 +173,8 @@ class Tool:
             return "timeout", None, f"tool {self.name!r} timed out after {self.timeout_s:g} s"
         kind, cause, text = answer
         if kind == "env_error":
+            if isinstance(cause, ConfigError):
+                raise cause
             raise EnvError(f"tool {self.name!r}: {text}") from cause
         return answer
 
@@ -215,7 +218,7 @@ class Tool:
             return "schema_mismatch", None, cut(_validation_text(first), self.max_chars)
         if isinstance(error, ToolError):
             return "tool_error", None, to_text(str(error), self.max_chars)
-        if isinstance(error, (EnvError, SandboxError)):
+        if isinstance(error, (TurngymError, ImportError)):
             return "env_error", error, str(error)
         try:
             text = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -227,13 +230,6 @@ class Tool:
 def _validation_text(error: Mapping[str, Any]) -> str:
     where = ".".join(str(part) for part in error["loc"])
     return f"argument{' ' + repr(where) if where else ''}: {error['msg']}"
-
-
-def _imported(module: str, qualname: str) -> Any:
-    found: Any = importlib.import_module(module)
-    for part in qualname.split("."):
-        found = getattr(found, part)
-    return found
 
 
 @overload

@@ -19,7 +19,7 @@ from turngym.agents.parsing.common import (
 )
 from turngym.agents.parsing.jsonscan import skip_space
 from turngym.agents.parsing.markup import Positions, typed_arguments, untyped
-from turngym.agents.parsing.writing import write_tagged
+from turngym.agents.parsing.writing import attempts_of, write_tagged
 from turngym.types import FunctionCall, Message
 
 __all__ = ["GLM45"]
@@ -134,4 +134,5 @@ GLM45 = Dialect(
     signs=(("<arg_key>",),),
     stops=("<|endoftext|>", "<|user|>", "<|observation|>"),
     headers=("<|user|>", "<|observation|>"),
+    end=lambda action: "<|observation|>" if attempts_of(action) else "<|user|>",
 )

@@ -69,6 +69,22 @@ def test_members_of_a_group_start_from_one_state_and_draw_differently(relay: Rel
     assert len({one.ids.tobytes() for one in group.trajectories}) > 1
 
 
+class CountingRenderer(PlainRenderer):
+    starts = 0
+
+    def start(self, messages: Any, tools: Any) -> Any:
+        self.starts += 1
+        return super().start(messages, tools)
+
+
+def test_the_prompt_of_a_group_is_rendered_once(relay: Relay) -> None:
+    renderer = CountingRenderer()
+    agent = TokenAgent.factory(random_policy(), renderer)
+    with RolloutEngine(relay(), agent, RolloutConfig(group_size=6), seed=7) as rollouts:
+        rollouts.run([0, 1])
+    assert renderer.starts == 2
+
+
 def test_trajectories_do_not_depend_on_concurrency_or_order(relay: Relay) -> None:
     with engine(relay(), random_policy(latency=0.002), concurrency=1) as rollouts:
         alone = rollouts.run(range(12))

@@ -13,6 +13,7 @@ from turngym.agents.config import RolloutConfig
 from turngym.agents.plain import PlainRenderer
 from turngym.agents.rollout import DemoAgent, EnvSource, RolloutEngine, TokenAgent
 from turngym.agents.scripted import ScriptedPolicy
+from turngym.errors import ConfigError, TemplateError, WeightSyncError
 from turngym.types import Action, Message, TokenRole, Trajectory
 
 Relay = Callable[..., EnvSource]
@@ -146,6 +147,13 @@ def test_a_deadline_while_sampling_keeps_the_turns_played_and_scores_them(relay:
     assert not record.sampled[record.turns[0].stop :].any()
 
 
+def test_a_deadline_during_a_tool_lets_it_finish_and_plays_no_further_turn(relay: Relay) -> None:
+    record = play(relay(delay_s=0.3), [CALL], deadline_s=0.2)
+    assert (record.status, len(record.turns)) == ("deadline", 1)
+    assert record.turns[0].rewards == {"valid": 1.0}
+    assert record.rewards == {"correct": 0.0}
+
+
 def test_deterministic_runs_have_no_deadline() -> None:
     config = RolloutConfig(deterministic=True, deadline_s=1.0)
     assert config.episode_deadline_s is None
@@ -163,28 +171,26 @@ def test_a_template_that_rewrites_history_gives_one_segment_a_turn(relay: Relay)
     assert renderer.decode(record.ids[second]).endswith("ok 1yes")
 
 
-class NewToolsRelay:
-    """Adds a tool to the info of the first step."""
+def altered(source: EnvSource, name: str, change: Callable[[Any], Any]) -> EnvSource:
+    """Change what a method of the source's environments returns."""
+    make = source.make
 
-    def __init__(self, source: EnvSource) -> None:
-        self._make = source.make
-        source.make = self.make  # type: ignore[method-assign]
-
-    def make(self) -> Any:
-        env = self._make()
-        step = env.unwrapped.step
-
-        def with_tools(action: Action) -> Any:
-            *rest, info = step(action)
-            return (*rest, info | {"tools": [{"function": {"name": "new"}}]})
-
-        env.unwrapped.step = with_tools  # type: ignore[method-assign]
+    def made() -> Any:
+        env = make()
+        method = getattr(env.unwrapped, name)
+        setattr(env.unwrapped, name, lambda *args: change(method(*args)))
         return env
+
+    source.make = made  # type: ignore[method-assign]
+    return source
+
+
+def with_info(**entries: Any) -> Callable[[Any], Any]:
+    return lambda result: (*result[:4], result[4] | entries)
 
 
 def test_new_tools_start_a_fresh_context_that_shows_them(relay: Relay) -> None:
-    source = relay()
-    NewToolsRelay(source)
+    source = altered(relay(), "step", with_info(tools=[{"function": {"name": "new"}}]))
     record = play(source, [CALL, "yes"])
     second = PLAIN.decode(record.ids[record.segment == 1])
     assert second.startswith('[{"function": {"name": "new"}}]')
@@ -317,6 +323,115 @@ def test_a_fault_of_the_world_is_a_status_with_its_cause(
     assert words in str(record.error)
     assert (record.rewards, record.has_tokens) == ({}, False)
     assert len(record.turns) == max(turn, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "words"),
+    [
+        (with_info(rewards={"speed": 1.0}), "env_error", "'speed' is not in the environment's"),
+        (with_info(rewards={"valid": float("nan")}), "reward_error", "must be finite, got nan"),
+        (with_info(rewards={"valid": float("inf")}), "reward_error", "must be finite, got inf"),
+        (with_info(stop_reason="env_error"), "env_error", "must be a trajectory status"),
+        (with_info(stop_reason="tired"), "env_error", "got 'tired'"),
+        (lambda result: (*result[:4], {}), "env_error", "info['rewards']"),
+        (lambda result: result[:4], "env_error", "step must return"),
+    ],
+)
+def test_a_step_that_breaks_the_contract_is_the_worlds_fault(
+    relay: Relay, change: Any, status: str, words: str
+) -> None:
+    record = play(altered(relay(), "step", change), ["yes"])
+    assert record.status == status
+    assert words in str(record.error)
+
+
+def test_finish_scores_outcomes_only(relay: Relay) -> None:
+    source = altered(relay(), "finish", lambda _: {"valid": 1.0})
+    record = play(source, [CALL], max_tokens=3)
+    assert record.status == "env_error"
+    assert "outcome rewards only" in str(record.error)
+
+
+def test_scalars_of_the_info_are_kept_and_the_rest_is_not(relay: Relay) -> None:
+    source = altered(relay(), "step", with_info(score=0.5, note="x", state=object()))
+    record = play(source, [CALL, "yes"])
+    assert record.turns[0].info == {
+        "score": 0.5,
+        "note": "x",
+        "results": [{"name": "count", "error": None}],
+    }
+
+
+def test_tool_errors_are_counted_with_and_without_results(relay: Relay) -> None:
+    broken = '<tool_call>{"name": </tool_call>'
+    record = play(relay(), [broken, "yes"])
+    assert record.turns[0].tool_errors == 0  # its results are empty: nothing was called
+    bare = altered(relay(), "step", lambda r: (*r[:4], {"rewards": r[4]["rewards"]}))
+    assert play(bare, [broken]).turns[0].tool_errors == 1
+
+
+class StalePolicy(ScriptedPolicy):
+    async def generate(self, prompt_ids: Any, sampling: Any, **kwargs: Any) -> Completion:
+        raise WeightSyncError("weights of version 3, expected 4")
+
+
+def test_stale_weights_stop_the_run(relay: Relay) -> None:
+    with pytest.raises(WeightSyncError, match="expected 4"):
+        play(relay(), None, policy=StalePolicy([[1]]), retries=5)
+
+
+def test_a_setting_that_is_wrong_for_one_action_does_not_stop_the_run(relay: Relay) -> None:
+    def hook(env: Any, content: str) -> None:
+        raise ConfigError("precision must be positive, got -1")
+
+    record = play(relay(hook=hook), [CALL])
+    assert record.status == "env_error"
+    assert "precision must be positive" in str(record.error)
+
+
+def test_a_template_that_refuses_a_dialogue_is_the_engines_fault(relay: Relay) -> None:
+    class Refusing(PlainRenderer):
+        def extend(self, *args: Any, **kwargs: Any) -> Any:
+            raise TemplateError("roles must alternate")
+
+    record = play(relay(), [CALL], renderer=Refusing())
+    assert record.status == "engine_error"
+    assert "roles must alternate" in str(record.error)
+
+
+def test_demonstrations_need_an_expert(relay: Relay) -> None:
+    source = relay()
+    source.has_expert = False
+    with (
+        RolloutEngine(source, DemoAgent.factory(PLAIN), seed=1) as engine,
+        pytest.raises(ConfigError, match="no expert"),
+    ):
+        engine.run([0])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"group_size": 0},
+        {"concurrency": 0},
+        {"max_tokens": 0},
+        {"max_context": 0},
+        {"threads": 0},
+        {"deadline_s": 0.0},
+        {"env_timeout_s": float("inf")},
+        {"lag_s": -1.0},
+        {"retries": -1},
+        {"failure_rate": 1.5},
+    ],
+)
+def test_impossible_settings_are_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        RolloutConfig(**wrong)
+
+
+def test_a_source_needs_a_turn_env() -> None:
+    with pytest.raises(ConfigError, match="CartPole-v1 has no `task_set`"):
+        EnvSource("CartPole-v1")
 
 
 def test_an_outcome_that_cannot_be_scored_is_a_reward_error(relay: Relay) -> None:

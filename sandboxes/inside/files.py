@@ -6,18 +6,22 @@ import stat
 
 __all__ = ["list_files", "read_file", "write_file"]
 
+_ALIAS = "/workspace"
+"""What the host calls the workspace, wherever it lies."""
+
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LEAF = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def _parts(root: str, path: str) -> list[str]:
     if os.path.isabs(path):
-        if not (path + "/").startswith(root + "/"):
-            raise PermissionError(1, f"only files below {root} can be reached", path)
-        path = path[len(root) :]
+        above = next((name for name in (root, _ALIAS) if path.startswith(name + "/")), None)
+        if above is None:
+            raise PermissionError(1, f"only files below {_ALIAS} can be reached", path)
+        path = path[len(above) :]
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if not parts or ".." in parts or "\0" in path:
-        raise PermissionError(1, f"path must name a file below {root}, without '..'", path)
+        raise PermissionError(1, f"path must name a file below {_ALIAS}, without '..'", path)
     return parts
 
 

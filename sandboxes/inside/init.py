@@ -43,6 +43,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from turngym.sandboxes.inside.cell import Cell
@@ -66,11 +67,21 @@ class Init:
         host_out: descriptor to write to; may be the same.
         confine: takes the worker's rights away, called in the worker with the limits.
         isolated: this process is PID 1 of its PID namespace.
+        prepare: called once with the limits, before the first worker; returns the workspace.
     """
 
-    def __init__(self, host_in: int, host_out: int, confine: Confine, *, isolated: bool) -> None:
+    def __init__(
+        self,
+        host_in: int,
+        host_out: int,
+        confine: Confine,
+        *,
+        isolated: bool,
+        prepare: Callable[[dict[str, Any]], str] | None = None,
+    ) -> None:
         self._in, self._out = host_in, host_out
         self._confine = confine
+        self._prepare = prepare
         self._processes = Processes(isolated=isolated)
         self._reader = FrameReader()
         self._cell: Cell | None = None
@@ -92,6 +103,7 @@ class Init:
             status = 1
         finally:
             self._processes.kill_all()
+            self._processes.reap_all()
             os._exit(status)
 
     def _first_frame(self) -> dict[str, Any]:
@@ -107,7 +119,8 @@ class Init:
 
     def _configure(self, message: dict[str, Any]) -> None:
         limits = message["limits"]
-        self._workspace = str(message["workspace"])
+        prepare = self._prepare
+        self._workspace = prepare(limits) if prepare else str(message["workspace"])
         self._limits = limits
         self._interpreter = Interpreter(limits, self._workspace, self._confine, self._processes)
         self._watch = Watch((int(limits["memory_mb"]) << 20) + rss_bytes())

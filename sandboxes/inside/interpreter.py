@@ -108,26 +108,22 @@ class Interpreter:
     def stop(self) -> None:
         """Kill every process of the session and let go of the worker's descriptors."""
         self.processes.kill_all()
-        self.reap(wait=True)
+        self.processes.reap_all()
         self.channel.close()
         for fd in (self.out.fd, self.err.fd, self.pidfd):
             if fd >= 0:
                 os.close(fd)
         self.pidfd = -1
 
-    def reap(self, *, wait: bool = False) -> bool:
-        """Collect dead children; True when the worker is among the dead, now or before."""
-        while True:
-            flags = 0 if wait and self.exit_status is None else os.WNOHANG
-            try:
-                pid, status = os.waitpid(-1, flags)
-            except ChildProcessError:
-                break
-            if pid == 0:
-                break
-            if pid == self.processes.worker:
-                self.exit_status = status
-        return self.exit_status is not None
+    def reap(self) -> None:
+        """Collect dead children, and the worker's status when it is among them."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if pid == self.processes.worker:
+                    self.exit_status = status
 
     def send(self, packet: bytes) -> None:
         """Queue a packet; a worker that does not read cannot block init."""

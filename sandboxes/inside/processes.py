@@ -48,7 +48,9 @@ class Processes:
                     os.kill(pid, signal.SIGKILL)
 
     def kill_all(self) -> None:
-        """SIGKILL everything but init, and wait until the worker is gone."""
+        """SIGKILL everything but init."""
+        if self.worker == 0:
+            return
         with contextlib.suppress(ProcessLookupError):
             if self._isolated:
                 os.kill(-1, signal.SIGKILL)
@@ -56,6 +58,12 @@ class Processes:
                 os.killpg(self.worker, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.worker, signal.SIGKILL)
+
+    def reap_all(self) -> None:
+        """Wait for every child, adopted ones included, after `kill_all`."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
 
     def interrupt(self) -> None:
         """SIGINT the worker."""

@@ -123,11 +123,13 @@ class Launcher:
         except TimeoutError:
             raise SandboxCreateError(f"the zygote was not ready after {_READY_S:.0f} s") from None
         if not data:
-            code = await asyncio.to_thread(self._process.wait)
+            _, said = await asyncio.to_thread(self._process.communicate)
             raise SandboxCreateError(
-                f"{self._process.args[0]!r} ended with code {code} before it was ready; "  # type: ignore[index]
-                "it must be a CPython of version 3.10 or newer"
+                f"the interpreter ended with code {self._process.returncode} before it was ready; "
+                f"it must be CPython 3.10 or newer. Its last words: {said.decode()[-500:]!r}"
             )
+        if self._process.stderr is not None:
+            self._process.stderr.close()
         answer = json.loads(data)
         if "error" in answer:
             raise SandboxCreateError(str(answer["error"]))
@@ -163,9 +165,9 @@ def _spawn(
 ) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command,
-        stdin=control,
+        stdin=control.fileno(),
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         cwd="/",
         env=env,
         start_new_session=True,

@@ -38,7 +38,7 @@ class Cell:
         self._interpreter = interpreter
         self._watch = watch
         self._timeout_s = timeout_s
-        self._program = program
+        self.program = program
         limits = interpreter.limits
         self._grace_s = float(limits["grace_s"])
         self._hard_bytes = int(limits["output_hard_mb"]) << 20
@@ -64,7 +64,7 @@ class Cell:
         """The verdict is known: the worker answered, spoke nonsense, or died."""
         if self._interpreter.exit_status is not None or self._broken:
             return True
-        return self._answer is not None and not self._program
+        return self._answer is not None and not self.program
 
     def next_check_s(self) -> float:
         """Seconds until `check` must run again."""
@@ -85,7 +85,7 @@ class Cell:
     def on_channel(self) -> None:
         """The worker said something."""
         self._interpreter.pull()
-        if self._interpreter.hung_up and not self._program and self._mute_from is None:
+        if self._interpreter.hung_up and not self.program and self._mute_from is None:
             self._mute_from = time.monotonic()
         try:
             fields = self._interpreter.answer()
@@ -120,7 +120,7 @@ class Cell:
             self._reason = reason
             self._note_usage()
             self._starved = reason == "timeout" and self._was_starved()
-        if self._program:
+        if self.program:
             self._kill()
         elif not self._interrupted:
             self._interrupted = True
@@ -196,14 +196,14 @@ class Cell:
         if self._broken and self._reason is None:
             return "protocol", True
         if self._reason is not None:
-            lost = dead or self._broken or self._killed
+            lost = not self.program and (dead or self._broken or self._killed)
             return "infra" if self._starved else self._reason, lost
         if number == signal.SIGXCPU:
             return "timeout", True
         if number == signal.SIGKILL and _oom_kills() > self._oom_start:
             return "memory", True
-        if dead and self._program:
-            return ("ok" if code == 0 else "error" if self._answer else "exited"), True
+        if dead and self.program:
+            return ("ok" if code == 0 else "error" if self._answer else "exited"), False
         if dead or self._answer is None:
             return "exited", True
         return self._answer[0].decode("ascii"), False

@@ -86,6 +86,7 @@ class Init:
         self._reader = FrameReader()
         self._cell: Cell | None = None
         self._lost_unseen = False
+        self._spent = False
 
     def run(self) -> NoReturn:
         """Serve until the host hangs up."""
@@ -171,7 +172,7 @@ class Init:
                 if not stream.ended:
                     poll.register(stream.fd, select.POLLIN)
             wait_s = min(wait_s, self._cell.next_check_s())
-        if interpreter.pidfd >= 0:
+        if interpreter.pidfd >= 0 and not self._spent:
             poll.register(interpreter.pidfd, select.POLLIN)
         elif self._cell is not None:
             wait_s = min(wait_s, _REAP_S)
@@ -179,6 +180,8 @@ class Init:
 
     def _watch_idle(self) -> bool:
         """Between cells: the worker died, or what it left running uses too much memory."""
+        if self._spent:
+            return False
         if self._interpreter.exit_status is not None:
             return True
         return self._watch.exceeded_idle(self._processes.all(), time.monotonic())
@@ -212,6 +215,8 @@ class Init:
     def _execute(self, message: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
         if self._cell is not None:
             raise OSError(errno.EBUSY, "a cell is running; cells run one after another")
+        if self._spent:
+            raise OSError(errno.ESHUTDOWN, "the session has run a program and is used up")
         if self._interpreter.spoke_unasked():
             self._replace()
         token = secrets.token_bytes(32)
@@ -235,7 +240,10 @@ class Init:
     def _finish(self, cell: Cell) -> None:
         message, body = cell.result()
         self._cell = None
-        if message["state_lost"]:
+        if cell.program:
+            self._spent = True
+            self._processes.kill_all()
+        elif message["state_lost"]:
             self._interpreter.replace()
         message["state_lost"] |= self._lost_unseen
         self._lost_unseen = False

@@ -164,7 +164,8 @@ def _add_lone_rules(add: Rule, pid: int) -> None:
     for name in _LONE_PRETENDED:
         add(name, [(_RET, 0, 0, _errno(0))])
     for name in _LONE_SELF_ONLY:
-        zero_is_self = name.startswith(("prlimit", "sched"))
+        # For kill, 0 is the process group: the worker leads its own and is alone in it.
+        zero_is_self = name.startswith(("kill", "prlimit", "sched"))
         add(name, _unless_equal(0, (pid, 0) if zero_is_self else (pid,)))
     add("clone", _unless_set(0, _CLONE_THREAD))
     add("sendto", _unless_null(4))

@@ -12,6 +12,7 @@ A request packet is ``[token, kind, *fields]``; the answer is ``[token, outcome,
     branch   (see `branch.py`)     -> branched
 """
 
+import _signal  # type: ignore[import-not-found]
 import ast
 import atexit
 import io
@@ -36,11 +37,14 @@ __all__ = ["Worker"]
 _exit = os._exit
 _fstat = os.fstat
 _getpid = os.getpid
-_set_signal = signal.signal
-_set_mask = signal.pthread_sigmask
+# The C functions: the wrappers in `signal` call builtins, which executed code may have patched.
+_set_signal: Callable[..., object] = _signal.signal
+_set_mask: Callable[..., object] = _signal.pthread_sigmask
 _set_trace, _set_profile = sys.settrace, sys.setprofile
 _TracebackException = traceback.TracebackException
 _type_name = type.__dict__["__name__"].__get__
+
+_SIGINT, _SIG_IGN, _SIG_UNBLOCK = 2, 1, 1  # plain numbers: enums run Python code
 
 _CELL_FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 _CO_COROUTINE = 0x80
@@ -213,15 +217,15 @@ class Worker:
 
 
 def _allow_interrupts() -> None:
-    _set_signal(signal.SIGINT, signal.default_int_handler)
-    _set_mask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    _set_signal(_SIGINT, signal.default_int_handler)
+    _set_mask(_SIG_UNBLOCK, {_SIGINT})
 
 
 def _ignore_interrupts() -> None:
     """Shield the driver; one interrupt may still be on its way, so the call itself may fail."""
-    while True:
+    for _ in range(3):
         try:
-            _set_signal(signal.SIGINT, signal.SIG_IGN)
+            _set_signal(_SIGINT, _SIG_IGN)
             return
         except BaseException:
             continue

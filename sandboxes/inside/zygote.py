@@ -152,6 +152,8 @@ class _Zygote:
             os.setresuid(_NOBODY, _NOBODY, _NOBODY)
         if self._config["level"] != "none":
             drop_capabilities()
+        # Read here: in a new user namespace every identity is unmapped until its maps are written.
+        self._config["ids"] = os.geteuid(), os.getegid()
         prctl(PR_SET_DUMPABLE, 1)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if select.select([self._leash], [], [], 0)[0]:
@@ -239,7 +241,8 @@ class Session:
         """Set up what the level offers and serve the host."""
         isolated = self._level == "namespaces"
         if isolated:
-            write_id_maps(_INSIDE_ID, os.geteuid(), _INSIDE_ID, os.getegid())
+            user, group = self._config["ids"]
+            write_id_maps(_INSIDE_ID, user, _INSIDE_ID, group)
             socket.sethostname("sandbox")
             bring_loopback_up()
         else:

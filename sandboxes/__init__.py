@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     )
     from turngym.sandboxes.check import CheckReport, check_sandbox
     from turngym.sandboxes.echo import EchoSandbox
-    from turngym.sandboxes.factory import BACKENDS, SandboxDegradedWarning, create
+    from turngym.sandboxes.factory import BACKENDS, create
+    from turngym.sandboxes.isolation import SandboxDegradedWarning
     from turngym.sandboxes.sync import SyncSandbox, SyncSession
 
 __all__ = [
@@ -49,7 +50,7 @@ _HOME = {
     "BACKENDS": "factory",
     "CheckReport": "check",
     "EchoSandbox": "echo",
-    "SandboxDegradedWarning": "factory",
+    "SandboxDegradedWarning": "isolation",
     "SyncSandbox": "sync",
     "SyncSession": "sync",
     "check_sandbox": "check",

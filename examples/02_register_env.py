@@ -4,19 +4,12 @@ import random
 from collections.abc import Mapping
 
 import turngym
-from turngym.envs import Draft, TaskSet
-from turngym.envs.calls import make_call
-from turngym.rewards.base import EpisodeView
-from turngym.types import Action
+from turngym.envs import Draft, TaskSet, make_call
 
 
 @turngym.tool(timeout_s=2)
 def letters(word: str) -> int:
-    """Count the letters of a word.
-
-    Args:
-        word: one word
-    """
+    """Count the letters of a word."""
     return len(word)
 
 
@@ -34,14 +27,14 @@ class Letters(turngym.TurnEnv):
         return TaskSet.generate(draw, split=split, size=1000)
 
     @turngym.reward(weight=1.0, low=0, high=1)
-    def correct(self, episode: EpisodeView) -> float:
+    def correct(self, episode: turngym.EpisodeView) -> float:
         return float(episode.final_answer == str(episode.task.answer))
 
-    def expert(self, rng: random.Random, habits: Mapping[str, float]) -> Action:
+    def expert(self, rng: random.Random, habits: Mapping[str, float]) -> turngym.Action:
         if self.turns:
-            return Action(role="assistant", content=self.turns[-1].results[0].text)
+            return {"role": "assistant", "content": self.turns[-1].results[0].text}
         call = make_call("letters", {"word": self.task.metadata["word"]}, turn=0)
-        return Action(role="assistant", content="", tool_calls=[call])
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 turngym.register("my/Letters-v0", Letters, max_turns=4)
@@ -50,7 +43,6 @@ if __name__ == "__main__":
     turngym.check_env("my/Letters-v0")
     env = turngym.make("my/Letters-v0")
     print(env.reset(seed=0)[0][0]["content"])
-    ended = False
-    while not ended:
-        *_, ended, _, info = env.step(env.get_wrapper_attr("demonstrate")(random.Random(0), {}))
-    print(info["rewards"])
+    for _turn in range(2):
+        step = env.step(env.get_wrapper_attr("demonstrate")(random.Random(0), {}))
+    print(step[-1]["rewards"])

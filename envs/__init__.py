@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from turngym.envs.calls import make_call
     from turngym.envs.checker import check_env
     from turngym.envs.core import TurnEnv
     from turngym.envs.episode import Snapshot
@@ -28,6 +29,7 @@ _HOMES = {
     "check_env": "turngym.envs.checker",
     "env_ids": "turngym.envs.registry",
     "make": "turngym.envs.registry",
+    "make_call": "turngym.envs.calls",
     "make_vec": "turngym.envs.registry",
     "register": "turngym.envs.registry",
     "tool": "turngym.envs.tools",
@@ -48,6 +50,7 @@ __all__ = [
     "check_env",
     "env_ids",
     "make",
+    "make_call",
     "make_vec",
     "register",
     "tool",

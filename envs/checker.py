@@ -268,10 +268,10 @@ def _unknown_tool(env: AnyEnv, rng: random.Random) -> Action:
 
 
 def _spam(env: AnyEnv, rng: random.Random) -> Action:
-    """Repeat the first action that the expert took, for ever."""
+    """Repeat the expert's first tool call for ever; idle talk where it makes none."""
     turns = env.get_wrapper_attr("turns")
     action: Action = turns[0].message if turns else _best(env, rng)
-    return action
+    return action if action.get("tool_calls") else _random(env, rng)
 
 
 def _echo(env: AnyEnv, rng: random.Random) -> Action:

@@ -13,16 +13,15 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 
-from turngym.rewards.equivalence import verify
-
 from turngym.envs.core import TurnEnv
 from turngym.envs.hub import HUB
 from turngym.envs.python_session import PythonSession
 from turngym.envs.tasks import Draft, TaskSet
 from turngym.envs.tools import tool
 from turngym.envs.word_problems import draw
-from turngym.errors import RewardError
+from turngym.errors import ConfigError
 from turngym.rewards.base import EpisodeView, reward
+from turngym.rewards.equivalence import accuracy, verify
 from turngym.types import Action, Task
 
 __all__ = ["MathQA"]
@@ -62,6 +61,8 @@ class MathQA(TurnEnv):
             parse_limit: consecutive unreadable actions after which it is truncated.
         """
         super().__init__(split=split, max_turns=max_turns, parse_limit=parse_limit)
+        if not deadline_s > 0:
+            raise ConfigError(f"deadline_s must be positive, got {deadline_s}")
         self.source, self.uses_python, self.sandbox = tasks, python, sandbox
         self.deadline_s, self.size, self.seed = deadline_s, size, seed
         self._python = PythonSession(sandbox)
@@ -102,12 +103,7 @@ class MathQA(TurnEnv):
         prediction = episode.final_answer
         if prediction is None:
             return 0.0
-        verdict = verify(prediction, str(episode.task.answer), deadline_s=self.deadline_s).verdict
-        if verdict == "timeout":
-            return None
-        if verdict == "error":
-            raise RewardError(f"no verdict on task {episode.task.id!r}: the comparison failed")
-        return float(verdict == "right")
+        return accuracy(verify(prediction, str(episode.task.answer), deadline_s=self.deadline_s))
 
     def expert(self, rng: random.Random, habits: Mapping[str, float]) -> Action:
         """Answer with the worked solution where the task has one, else with the gold answer.

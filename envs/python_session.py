@@ -1,5 +1,7 @@
 """A python interpreter for one episode: lazy, stateful, and able to be copied."""
 
+import contextlib
+
 from turngym.envs import resources
 from turngym.errors import EnvError, SandboxError, ToolError
 from turngym.sandboxes.base import ExecResult
@@ -37,12 +39,9 @@ class PythonSession:
             EnvError: the sandbox failed.
         """
         try:
-            session = self._started()
-            result = session.execute(code, timeout_s)
+            result = self._execute(self._started(), code, timeout_s)
         except SandboxError as error:
             raise EnvError(f"sandbox {self._sandbox!r}: {error}") from error
-        if result.infra_fault:
-            raise EnvError(f"sandbox {self._sandbox!r} failed while it ran a cell")
         self._cells += (code,)
         return result
 
@@ -59,17 +58,12 @@ class PythonSession:
         return result.to_observation()
 
     def fork(self) -> "PythonSession":
-        """Return an independent copy.
-
-        Raises:
-            EnvError: the sandbox failed.
-        """
+        """Return an independent copy."""
         copy = PythonSession(self._sandbox, self._cells)
-        if self._session is not None and resources.sandbox(self._sandbox).guarantees.fork:
-            try:
+        if self._session is not None:
+            # Where the backend cannot fork, the copy's first cell is preceded by all of these.
+            with contextlib.suppress(SandboxError):
                 copy._session = self._session.fork()
-            except SandboxError as error:
-                raise EnvError(f"sandbox {self._sandbox!r} cannot fork: {error}") from error
         return copy
 
     def close(self) -> None:
@@ -82,5 +76,13 @@ class PythonSession:
         if self._session is None:
             self._session = resources.sandbox(self._sandbox).session()
             for cell in self._cells:
-                self._session.execute(cell)
+                self._execute(self._session, cell)
         return self._session
+
+    def _execute(
+        self, session: SyncSession, code: str, timeout_s: float | None = None
+    ) -> ExecResult:
+        result = session.execute(code, timeout_s)
+        if result.infra_fault:
+            raise EnvError(f"sandbox {self._sandbox!r} failed while it ran a cell")
+        return result

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
         Session,
     )
     from turngym.sandboxes.echo import EchoSandbox
-    from turngym.sandboxes.factory import BACKENDS, SandboxDegradedWarning, create
+    from turngym.sandboxes.factory import BACKENDS, create
+    from turngym.sandboxes.isolation import SandboxDegradedWarning
     from turngym.sandboxes.sync import SyncSandbox, SyncSession
 
 __all__ = [
@@ -50,7 +51,7 @@ _HOME = {
     "BACKENDS": "factory",
     "CheckReport": "check",
     "EchoSandbox": "echo",
-    "SandboxDegradedWarning": "factory",
+    "SandboxDegradedWarning": "isolation",
     "SyncSandbox": "sync",
     "SyncSession": "sync",
     "check_sandbox": "check",

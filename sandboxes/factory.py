@@ -9,7 +9,7 @@ from typing import Any, cast
 from turngym.errors import ConfigError, MissingDependencyError
 from turngym.sandboxes.base import Limits, PoolConfig, Sandbox
 
-__all__ = ["BACKENDS", "SandboxDegradedWarning", "create"]
+__all__ = ["BACKENDS", "create"]
 
 BACKENDS = {
     "local": "turngym.sandboxes.local:LocalSandbox",
@@ -20,10 +20,6 @@ BACKENDS = {
 
 _EXTRA_OF = {"docker": "docker", "e2b": "e2b"}
 _SHARED_OPTIONS = ("limits", "pool")
-
-
-class SandboxDegradedWarning(UserWarning):
-    """The sandbox runs at a weaker isolation level than the best one; says what is lost."""
 
 
 async def create(

@@ -10,7 +10,7 @@ from turngym.envs.python_session import PythonSession
 from turngym.envs.python_tool import PythonTool
 from turngym.errors import ConfigError, EnvError, SandboxError, ToolError
 from turngym.sandboxes.base import ErrorInfo, ExecResult
-from turngym.sandboxes.echo import EchoSandbox
+from turngym.sandboxes.echo import EchoSandbox, EchoSession
 from turngym.sandboxes.sync import SyncSandbox
 from turngym.types import Action, Task
 
@@ -114,10 +114,13 @@ def test_a_fork_is_taken_where_the_backend_can_fork(echo: EchoSandbox) -> None:
     assert echo.open_sessions == 0
 
 
-def test_cells_are_run_again_where_it_cannot(echo: EchoSandbox) -> None:
-    import dataclasses
+def test_cells_are_run_again_where_it_cannot(
+    echo: EchoSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(self: EchoSession) -> EchoSession:
+        raise SandboxError("no forks here")
 
-    echo.guarantees = dataclasses.replace(echo.guarantees, fork=False)
+    monkeypatch.setattr(EchoSession, "fork", refuse)
     session = PythonSession("echo")
     session.run("a = 1")
     with pytest.raises(ToolError):

@@ -89,3 +89,22 @@ def test_wrapped_environments_can_be_made_again_from_their_spec(tmp_path: Path) 
     assert isinstance(again, TurnLimit)
     assert isinstance(again.env, RecordEpisode)
     assert turngym.TurnLimit is TurnLimit
+
+
+def test_hermes_text_becomes_calls() -> None:
+    env = TextActions(make(), dialect="hermes")
+    env.reset(seed=0)
+    observation, *_ = env.step(
+        '<think>add</think><tool_call>{"name": "calc", "arguments": {"expr": "1+1"}}</tool_call>'
+    )
+    assert [message["content"] for message in observation] == ["2"]
+    *_, info = env.step('<tool_call>{"name": "calc", "arguments": {"expr": 2}}</tool_call>')
+    assert info["results"][0].text == "argument 'expr': expected string, got number"
+    observation, *_ = env.step('<tool_call>{"name": "calc", "arguments": </tool_call>')
+    assert observation[0]["content"].startswith("the tool call could not be read")
+    assert env.step("<answer>42</answer>")[2]
+
+
+def test_an_unknown_dialect_is_refused() -> None:
+    with pytest.raises(ConfigError, match="klingon"):
+        TextActions(make(), dialect="klingon")

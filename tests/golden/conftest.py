@@ -81,7 +81,7 @@ class Golden:
             rubric=rubric,
             group_size=self.group_size,
             max_tokens=self.width,
-            updates=2,
+            updates=1 if batch.logp_old is None else 2,
             has_reference=True,
             has_critic=True,
             topk=4,

@@ -33,7 +33,8 @@ from turngym.rl.trust_region import (
 # Keys name a setting, so that numbers in a key are parameters and any file of this form is read.
 NUMBER = r"([\d.]+)"
 TOKEN_MEAN = Aggregate(mode="token_mean")
-HIGHER = Clip(low=0.2, high=0.28)
+NO_RULES: dict[str, Any] = {"tokens": ()}
+NO_TERMS: dict[str, Any] = {"regularize": ()}
 
 Setting = tuple[Algorithm, str]
 Maker = Callable[[re.Match[str]], Setting]
@@ -49,16 +50,16 @@ def setting(pattern: str) -> Callable[[Maker], Maker]:
 
 
 def preset(name: str, **changes: Any) -> Algorithm:
-    changes = {"reward": Reward(), "selection": Selection()} | changes
-    return replace(PRESETS[name], **changes)
+    axes: dict[str, Any] = {"reward": Reward(), "selection": Selection()}
+    return replace(PRESETS[name], **(axes | changes))
 
 
 def dapo(**changes: Any) -> Algorithm:
-    return preset("dapo", **({"tokens": ()} | changes))
+    return preset("dapo", **(NO_RULES | changes))
 
 
 def grpo(**changes: Any) -> Algorithm:
-    return preset("grpo", **({"regularize": ()} | changes))
+    return preset("grpo", **(NO_TERMS | changes))
 
 
 @setting("reinforce_seq_sum_mean")

@@ -370,9 +370,13 @@ def _check_run(algorithm: Algorithm, run: RunFacts) -> None:
         f"reward.weights names {unknown}, which the environment does not emit; it emits "
         f"{sorted(run.rubric)}",
     )
-    if isinstance(advantage, GroupAdvantage) and advantage.scale == "group_mean":
-        low = {spec.name: spec.low for spec in run.rubric.values() if (spec.low or 0.0) < 0}
-        check_that(
-            not low,
-            f"{name} divides by the mean return and needs rewards in [0, 1]; {low} can be negative",
-        )
+    low = {spec.name: spec.low for spec in run.rubric.values() if (spec.low or 0.0) < 0}
+    divides = isinstance(advantage, GroupAdvantage) and advantage.scale == "group_mean"
+    check_that(
+        not (divides and low),
+        f"{name} divides by the mean return and needs rewards in [0, 1]; {low} can be negative",
+    )
+    check_that(
+        getattr(kept, "metric", None) != "token_efficiency" or not low,
+        f"token_efficiency ranks long negative rows first; shift the rewards {low} to be >= 0",
+    )

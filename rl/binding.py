@@ -101,22 +101,28 @@ def bind_advantage(advantage: Estimator, reward: Reward, run: RunFacts) -> Estim
         unit = "turn" if has_turn_rewards and not whole else "trajectory"
     best = advantage.max_return
     if advantage.virtual_rewards and best is None:
-        weights = {n: reward.weights.get(n, spec.weight) for n, spec in run.rubric.items()}
-        open_ended = [
-            spec.name
-            for spec in run.rubric.values()
-            if spec.level == "turn" or (spec.high if weights[spec.name] > 0 else spec.low) is None
-        ]
-        check_that(
-            not open_ended,
-            f"the largest possible return is unknown ({open_ended} have no bound per episode); "
-            "set advantage.max_return",
-        )
-        best = sum(
-            weights[n] * ((spec.high if weights[n] > 0 else spec.low) or 0.0)
-            for n, spec in run.rubric.items()
-        )
+        best = _largest_return(reward, run)
     return replace(advantage, unit=unit, max_return=best)
+
+
+def _largest_return(reward: Reward, run: RunFacts) -> float:
+    """Sum of what every component can add at best."""
+    best, open_ended = 0.0, []
+    for name, spec in run.rubric.items():
+        weight = reward.weights.get(name, spec.weight)
+        bound = spec.high if weight > 0 else spec.low
+        if weight == 0:
+            continue
+        if bound is None or spec.level == "turn":
+            open_ended.append(name)
+        else:
+            best += weight * bound
+    check_that(
+        not open_ended,
+        f"the largest possible return is unknown ({open_ended} have no bound per episode); "
+        "set advantage.max_return",
+    )
+    return best
 
 
 def bind_aggregate(aggregate: Aggregate, run: RunFacts) -> Aggregate:

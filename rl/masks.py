@@ -69,7 +69,7 @@ def _(
     seed: int,
 ) -> Tensor | None:
     action = batch.role == TokenRole.ACTION
-    weights = torch.where(action, rule.action, rule.reasoning).double()
+    weights = torch.where(action, _real(rule.action), _real(rule.reasoning))
     if rule.per == "token":
         return weights
     total = mask.sum()
@@ -131,6 +131,10 @@ def _(
 ) -> Tensor | None:
     # It looks at the policy of the very update, so that the objective applies it.
     return None
+
+
+def _real(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
 
 
 def covariance(advantage: Tensor, logp: Tensor, mask: Tensor) -> Tensor:

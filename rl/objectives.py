@@ -14,7 +14,7 @@ from turngym.rl.metrics import Metric, largest, mean_of, part_of_sum
 from turngym.rl.plan import Plan
 from turngym.rl.preference import preference_loss
 from turngym.rl.regularizers import kl_penalty, value_loss
-from turngym.rl.segments import lengths_of, segment_mean
+from turngym.rl.segments import TINY, lengths_of, segment_mean
 from turngym.rl.surrogates import Surrogate, Tokens, surrogate
 from turngym.rl.terms import KL, OffPolicySequenceMask, ValueLoss
 
@@ -152,7 +152,7 @@ def _sequence_gate(bound: BoundAlgorithm, tokens: Tokens) -> Tensor | None:
         return None
     drift = (tokens.anchor - tokens.logp).detach()
     drift = segment_mean(drift, tokens.row, tokens.num_rows, tokens.mask)[tokens.row]
-    return ((tokens.advantage >= 0) | (drift <= rule.delta)).to(tokens.logp)
+    return ((tokens.advantage >= 0) | (drift <= rule.delta + TINY)).to(tokens.logp)
 
 
 def _extra_terms(

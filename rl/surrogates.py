@@ -86,6 +86,13 @@ def surrogate(region: TrustRegion | None, tokens: Tokens) -> Surrogate:
     )
 
 
+def _by_sign(advantage: Tensor, positive: float, negative: float) -> Tensor:
+    """One number where the advantage is positive, another elsewhere, in its dtype."""
+    return torch.where(
+        advantage > 0, advantage.new_tensor(positive), advantage.new_tensor(negative)
+    )
+
+
 @surrogate.register
 def _(region: None, tokens: Tokens) -> Surrogate:
     return Surrogate(-tokens.ratio * tokens.advantage)
@@ -122,7 +129,7 @@ def _(region: WeightMask, tokens: Tokens) -> Surrogate:
 
 @surrogate.register
 def _(region: SoftGate, tokens: Tokens) -> Surrogate:
-    tau = torch.where(tokens.advantage > 0, region.tau_pos, region.tau_neg).to(tokens.ratio)
+    tau = _by_sign(tokens.advantage, region.tau_pos, region.tau_neg)
     gate = (4 / tau) * torch.sigmoid(tau * (tokens.ratio - 1))
     return Surrogate(-gate * tokens.advantage)
 
@@ -132,7 +139,7 @@ def _(region: DivergenceMask, tokens: Tokens) -> Surrogate:
     logp, advantage = tokens.logp.detach(), tokens.advantage
     up = logp > tokens.anchor
     away = torch.where(advantage > 0, up, (logp < tokens.anchor) & (advantage < 0))
-    limit = torch.where(advantage > 0, region.high, region.low)
+    limit = _by_sign(advantage, region.high, region.low)
     far = _divergence(region, tokens, logp) > limit
     kept = ~(away & far)
     ratio = tokens.ratio

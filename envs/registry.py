@@ -22,7 +22,7 @@ from turngym.errors import ConfigError, EnvNotFoundError
 if TYPE_CHECKING:
     from turngym.envs.core import TurnEnv
 
-__all__ = ["env_ids", "load_plugins", "make", "make_vec", "register"]
+__all__ = ["env_ids", "find", "load_plugins", "make", "make_vec", "register"]
 
 logger = logging.getLogger(__name__)
 

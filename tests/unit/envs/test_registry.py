@@ -57,6 +57,13 @@ def test_specs_of_built_in_environments_are_plain_text() -> None:
             assert again.make().unwrapped.max_turns == 3  # type: ignore[attr-defined]
 
 
+def test_a_class_that_cannot_be_imported_by_name_is_registered_itself() -> None:
+    local = type("Local", (Echo,), {"__module__": "nowhere"})
+    turngym.register("test/Local-v0", local)
+    env = turngym.make("test/Local-v0")
+    assert isinstance(env.unwrapped, local)
+
+
 def test_registering_again_is_quiet_when_nothing_changed() -> None:
     turngym.register("test/Echo-v0", Echo)
     turngym.register("test/Echo-v0", Echo)

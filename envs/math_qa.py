@@ -88,7 +88,8 @@ class MathQA(TurnEnv):
         """Offer the interpreter on request only."""
         return ["python"] if self.uses_python else []
 
-    @tool(timeout_s=120)
+    # The sandbox keeps the deadline of a cell; this one is for a sandbox that hangs.
+    @tool(timeout_s=600)
     def python(self, code: str) -> str:
         """Run Python code and return what it prints. Variables are kept between calls.
 

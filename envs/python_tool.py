@@ -68,7 +68,8 @@ class PythonTool(TurnEnv):
         self._python.close()
         self._python = PythonSession(self.sandbox, (f"data = {task.metadata['data']!r}",))
 
-    @tool(timeout_s=120)
+    # The sandbox keeps the deadline of a cell; this one is for a sandbox that hangs.
+    @tool(timeout_s=600)
     def python(self, code: str) -> str:
         """Run Python code and return what it prints. Variables are kept between calls.
 

@@ -9,6 +9,7 @@ import functools
 import importlib
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +23,7 @@ from turngym.errors import ConfigError, EnvNotFoundError
 if TYPE_CHECKING:
     from turngym.envs.core import TurnEnv
 
-__all__ = ["env_ids", "load_plugins", "make", "make_vec", "register"]
+__all__ = ["env_ids", "find", "load_plugins", "make", "make_vec", "register"]
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +177,7 @@ def load_plugins() -> Mapping[str, str]:
 
 def _importable_name(env: type) -> str | None:
     """Return `module:Class` when that leads back to the class, so that specs are plain text."""
-    module = importlib.import_module(env.__module__)
+    module = sys.modules.get(env.__module__)
     if getattr(module, env.__qualname__, None) is env:
         return f"{env.__module__}:{env.__qualname__}"
     return None

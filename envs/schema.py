@@ -18,9 +18,11 @@ from pydantic.errors import PydanticUserError
 
 from turngym.errors import ConfigError
 
-__all__ = ["Signature", "read_signature", "violation"]
+__all__ = ["Signature", "check_schema", "read_signature", "violation"]
 
 JsonSchema = Mapping[str, Any]
+
+_TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
 
 _SECTION = re.compile(r"^(\s*)(Args|Arguments|Parameters):\s*$")
 _HEADER = re.compile(r"^\s*[A-Z]\w*( \w+)?:\s*$")
@@ -151,6 +153,40 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
         elif current:
             notes[current] = f"{notes[current]} {line.strip()}".strip()
     return description, notes
+
+
+def check_schema(schema: Any, root: JsonSchema) -> None:
+    """Check what `violation` relies on: type names, patterns, references within the schema.
+
+    Args:
+        schema: a schema, or a part of one.
+        root: the whole of it.
+
+    Raises:
+        ConfigError: something that could never be enforced.
+    """
+    if not isinstance(schema, Mapping):
+        if not isinstance(schema, bool):
+            raise ConfigError(f"a JSON schema is an object or a boolean, got {schema!r}")
+        return
+    names = schema.get("type", [])
+    for name in [names] if isinstance(names, str) else names:
+        if name not in _TYPES:
+            raise ConfigError(f"{name!r} is no JSON type; types are {', '.join(_TYPES)}")
+    if "pattern" in schema:
+        try:
+            re.compile(schema["pattern"])
+        except re.error as error:
+            raise ConfigError(f"pattern {schema['pattern']!r} is no regex: {error}") from error
+    if "$ref" in schema:
+        _resolve(schema["$ref"], root)
+    parts = [schema[key] for key in ("items", "additionalProperties") if key in schema]
+    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        parts += schema.get(key, ())
+    for key in ("properties", "$defs"):
+        parts += schema.get(key, {}).values()
+    for part in parts:
+        check_schema(part, root)
 
 
 def violation(schema: JsonSchema, arguments: Mapping[str, Any]) -> str | None:
@@ -299,9 +335,8 @@ def _is(value: Any, name: str) -> bool:
             return isinstance(value, (int, float)) and not isinstance(value, bool)
         case "array":
             return isinstance(value, list)
-        case "object":
+        case _:
             return isinstance(value, Mapping)
-    raise ConfigError(f"{name!r} is no JSON type; use string, number, integer, boolean, ...")
 
 
 def _type_name(value: Any) -> str:

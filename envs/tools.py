@@ -25,7 +25,7 @@ from pydantic_core import to_jsonable_python
 
 from turngym.envs.deadline import run_async, run_threaded
 from turngym.envs.isolated import Answer, run_isolated
-from turngym.envs.schema import read_signature, violation
+from turngym.envs.schema import check_schema, read_signature, violation
 from turngym.errors import ConfigError, EnvError, ToolError, TurngymError
 from turngym.rewards.base import ToolResult
 
@@ -78,6 +78,7 @@ class Tool:
                 f"tool {self.name!r}: its parameters must be a schema of type 'object', "
                 f"got {self.parameters.get('type')!r}"
             )
+        check_schema(self.parameters, self.parameters)
         if self.isolated and (
             self.is_method
             or inspect.iscoroutinefunction(self.fn)

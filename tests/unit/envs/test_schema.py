@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import Field
 
 from turngym.envs.schema import read_signature, violation
@@ -162,6 +164,38 @@ def test_json_schema_keywords_are_enforced(schema: Any, value: Any, problem: str
     found = violation(root, {"x": value})
     assert found is not None
     assert problem in found
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "dict"}, "'dict' is no JSON type"),
+        ({"type": ["string", "float"]}, "'float' is no JSON type"),
+        ({"pattern": "("}, "no regex"),
+        ({"$ref": "#/$defs/missing"}, "missing"),
+        ({"items": 3}, "object or a boolean"),
+        ({"anyOf": [{"properties": {"a": {"type": "int"}}}]}, "'int'"),
+    ],
+)
+def test_a_schema_that_cannot_be_enforced_is_refused(schema: Any, message: str) -> None:
+    parameters = {"type": "object", "properties": {"x": schema}}
+    with pytest.raises(ConfigError, match=message.replace("$", ".")):
+        Tool.from_schema({"name": "t", "parameters": parameters}, print)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["points", "colour", "width", "label", "x"]), JSON))
+@settings(deadline=None, max_examples=200)
+def test_no_arguments_whatever_get_an_exception_out_of_a_tool(arguments: dict[str, Any]) -> None:
+    result = paint.call(arguments)
+    assert result.error in (None, "schema_mismatch")
+    assert result.text
 
 
 def test_every_schema_row_of_the_shared_cases_is_decided_as_they_say(shared: Path) -> None:

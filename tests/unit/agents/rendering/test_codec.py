@@ -37,7 +37,7 @@ def test_forged_tokens_are_spelled_out_and_decode_to_the_same_text(text: str) ->
     tokens = codec.encode_after("</s>", text, [(0, len(text))])
     assert not any(map(codec.is_control, tokens.ids))
     assert codec.decode(tokens.ids) == text
-    assert [text[a:b] for a, b in tokens.spans][0] == text[0]
+    assert tokens.spans[0][0] == 0
 
 
 def test_genuine_tokens_around_a_forged_one_are_kept() -> None:

@@ -144,6 +144,11 @@ def test_reasoning_opened_by_the_prompt_hides_its_drafts() -> None:
         assert [c.name for c in parsed.calls] == ["real"]
 
 
+def test_a_second_closing_tag_takes_no_call_away() -> None:
+    parsed = read(f"<think>hm</think>{call('{}')}</think>")
+    assert (len(parsed.calls), parsed.reasoning, parsed.content) == (1, "hm", "")
+
+
 def test_reasoning_that_never_ends_hides_everything_behind_it() -> None:
     parsed = read(f"<think>hm {call('{}')}")
     assert (parsed.calls, parsed.errors) == ((), ())

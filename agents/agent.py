@@ -171,7 +171,7 @@ class TokenAgent:
         )
         _check_completion(completion, cap)
         start = len(record)
-        record.add_sampled(
+        record.add(
             completion.ids,
             self._renderer.roles(completion.ids),
             turn=turn,
@@ -255,7 +255,7 @@ class DemoAgent:
                 start=start,
                 stop=start,
             )
-        record.add_sampled(ids, self._renderer.roles(ids), turn=turn, logp=None)
+        record.add(ids, self._renderer.roles(ids), turn=turn)
         message = self._renderer.parse(ids, self.memory.tools)
         return Act(message=message, start=start, stop=len(record))
 

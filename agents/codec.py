@@ -87,6 +87,19 @@ class Codec:
                     return self._encode_apart(text, outside)
         return tokens
 
+    def encode_after(self, control: str, text: str, outside: Sequence[Span] = ()) -> Tokens:
+        """Encode text that follows a control token, which is not part of the result.
+
+        Some tokenizers put a blank before a text that begins, and some control tokens swallow the
+        blanks behind them; spans are relative to `text`.
+        """
+        if control not in self.control:
+            return self.encode(text, outside)
+        shift = len(control)
+        shifted = [(a + shift, b + shift) for a, b in outside]
+        ids, spans = self.encode(control + text, shifted)
+        return Tokens(ids[1:], [(a - shift, b - shift) for a, b in spans[1:]])
+
     def _encode_apart(self, text: str, outside: Sequence[Span]) -> Tokens:
         """Keep the control tokens of the template's own text; encode all between by the twin."""
         result = Tokens([], [])
@@ -195,10 +208,11 @@ def _parts(merge: Any) -> list[str]:
 
 
 def _continue(value: Any) -> Any:
-    """Never put a blank before a stretch: it continues a text, it does not begin one."""
+    """Put no blank before a stretch that does not begin a text."""
     if isinstance(value, dict):
         fixed = {key: _continue(item) for key, item in value.items()}
-        return fixed | ({"prepend_scheme": "never"} if "prepend_scheme" in fixed else {})
+        is_first = fixed.get("prepend_scheme") == "first"
+        return fixed | ({"prepend_scheme": "never"} if is_first else {})
     if isinstance(value, list):
         return [_continue(item) for item in value]
     return value

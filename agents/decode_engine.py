@@ -76,6 +76,9 @@ class Engine:
         self._check_weights = check_weights
         self._stops = np.zeros(vocab, bool)
         """Ids that stop some request: a cheap first test."""
+        self.fed_tokens = 0
+        """Tokens run through the model, one row each; what a cache or an equal row had is not."""
+        self.sampled_tokens = 0
         self._pending: deque[Request] = deque()
         self.thread = StepThread(self._work, self._in_flight, mode=decoder.mode, threads=threads)
 
@@ -221,6 +224,7 @@ class Engine:
         )
         hidden = self._decoder.forward(step)
         table.rows["fed"][slots[:real]] += counts[:real]
+        self.fed_tokens += int(counts.sum())
         return hidden
 
     def _sample(self, slots: NDArray[np.int64], hidden: Tensor) -> None:
@@ -249,6 +253,7 @@ class Engine:
         self.table.logp[slots, known] = logp
         self.table.version[slots, known] = self.version
         rows["known"][slots] += 1
+        self.sampled_tokens += len(slots)
         done = self._stops[tokens] | (known + 1 >= here["limit"][ready]) | ~np.isfinite(logp)
         for slot in slots[done].tolist():
             self._finish(slot)

@@ -67,6 +67,8 @@ class SlotTable:
         self._decoder = decoder
         self._cache_bytes = cache_bytes
         self._device = device
+        self.num_evicted = 0
+        self.num_preempted = 0
         self._clock = 0
         self.width = _MIN_WIDTH
         """Columns of a slot, the decoder's filler column included."""
@@ -224,6 +226,7 @@ class SlotTable:
             return False
         oldest = int(np.where(idle, self.rows["used"], np.iinfo(np.int64).max).argmin())
         self.forget(self._names[oldest])
+        self.num_evicted += 1
         return True
 
     def _preempt(self, slot: int) -> Request:
@@ -235,6 +238,7 @@ class SlotTable:
         request.version = self.version[slot, request.prompt : known].copy()
         self.retire(slot)
         self.forget(request.session)
+        self.num_preempted += 1
         return request
 
     def _resize(self, slots: int, width: int) -> None:

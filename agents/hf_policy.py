@@ -98,6 +98,28 @@ class HFPolicy:
         """Optimizer steps the current sampling weights have seen."""
         return self._engine.version
 
+    @property
+    def stats(self) -> dict[str, int]:
+        """Counts since construction.
+
+        `fed_tokens` run through the model (cached and shared ones are not), `sampled_tokens`,
+        `evicted_sessions` that lost their cache to the memory cap, `preempted_requests` that had to
+        start over for it, and `cached_sessions` now.
+        """
+        table = self._engine.table
+        return {
+            "fed_tokens": self._engine.fed_tokens,
+            "sampled_tokens": self._engine.sampled_tokens,
+            "evicted_sessions": table.num_evicted,
+            "preempted_requests": table.num_preempted,
+            "cached_sessions": table.num_held,
+        }
+
+    @property
+    def decoder_name(self) -> str:
+        """Which decoder the model got: `FastDecoder`, `GenericDecoder` or `RecomputeDecoder`."""
+        return type(self._decoder).__name__
+
     async def generate(
         self,
         prompt_ids: Sequence[int],

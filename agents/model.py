@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -322,7 +323,10 @@ def attach_lora(
         task_type="CAUSAL_LM",
     )
     try:
-        return cast(nn.Module, get_peft_model(cast(Any, model), config))
+        with warnings.catch_warnings():
+            # peft reads an attribute that transformers has renamed.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            return cast(nn.Module, get_peft_model(cast(Any, model), config))
     except ValueError as error:
         raise ConfigError(f"cannot attach LoRA to {targets!r}: {error}") from error
 

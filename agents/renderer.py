@@ -195,7 +195,7 @@ class Renderer:
             )
         plain = [self._plain(message) for message in _with_names(history, new)]
         suffix = self._suffixes.render(plain, with_tools=bool(tools))
-        tokens = self.codec.encode(*suffix.rest)
+        tokens = self.codec.encode_after(suffix.end, *suffix.rest)
         ids = [*self._closing_ids(suffix.end, last_id), *tokens.ids]
         role = np.full(len(ids), TokenRole.GLUE, np.int8)
         offset = len(ids) - len(tokens.ids)
@@ -264,7 +264,8 @@ class Renderer:
             text += segment
         end = self._dialect.end(action) if self._dialect.end else None
         stop_id = self._stops.get(end or "", self.stop_ids[0])
-        return np.array([*self.codec.encode(text, outside).ids, stop_id], np.int32)
+        tokens = self.codec.encode_after(next(iter(self._stops)), text, outside)
+        return np.array([*tokens.ids, stop_id], np.int32)
 
     @staticmethod
     def _plain(message: Message) -> dict[str, Any]:
@@ -275,8 +276,8 @@ class Renderer:
             for key, value in message.items()
             if value is not None and key != "invalid_tool_calls"
         }
-        if invalid and isinstance(plain["content"], str):
-            texts = [plain["content"], *(call["text"] for call in invalid)]
+        if invalid and isinstance(content := plain.get("content", ""), str):
+            texts = [content, *(call["text"] for call in invalid)]
             plain["content"] = "\n".join(text for text in texts if text)
         return plain
 

@@ -8,6 +8,7 @@ render otherwise with marks; then only strings that spell a control token are br
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -142,18 +143,20 @@ def _with_json(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "tool_calls": calls}
 
 
-class _Marker:
-    """Puts marks into every string from outside."""
+class _Marker(ABC):
+    """Puts marks into the strings from outside."""
 
     def __init__(self, mark: str, control: re.Pattern[str]) -> None:
         self.mark = mark
         self.control = control
 
+    @abstractmethod
     def string(self, text: str) -> str:
-        raise NotImplementedError
+        """Mark one string."""
 
+    @abstractmethod
     def read(self, text: str) -> Rendered | None:
-        raise NotImplementedError
+        """Take the marks out of a rendering; None when they do not make sense."""
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Mark a message; its role is never from outside."""

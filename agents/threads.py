@@ -5,8 +5,10 @@ call that outlives its time is abandoned, and its thread replaced.
 """
 
 import asyncio
+import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -25,7 +27,16 @@ class CallTimeoutError(TimeoutError):
 class _Call:
     """One call on its way through the pool. The future belongs to the loop, the rest to `lock`."""
 
-    __slots__ = ("abandoned", "finished", "fn", "future", "loop", "started", "timeout_s", "timer")
+    __slots__ = (
+        "fn",
+        "future",
+        "is_abandoned",
+        "is_finished",
+        "loop",
+        "started",
+        "timeout_s",
+        "timer",
+    )
 
     def __init__(
         self, fn: Callable[[], Any], loop: asyncio.AbstractEventLoop, timeout_s: float | None
@@ -36,15 +47,16 @@ class _Call:
         self.timeout_s = timeout_s
         self.timer: asyncio.TimerHandle | None = None
         self.started: float | None = None
-        self.finished = False
-        self.abandoned = False
+        self.is_finished = False
+        self.is_abandoned = False
 
 
 class BlockingPool:
     """Runs blocking calls for coroutines, each with a limit on its running (not queueing) time.
 
-    Threads are made on demand. A call that is cancelled or out of time cannot be stopped: its
-    thread is left behind and replaced.
+    Threads are made on demand and woken one by one, each by the one before when calls still wait:
+    many threads woken at once would do little but wait for the interpreter lock. A call that is
+    cancelled or out of time cannot be stopped: its thread is left behind and replaced.
 
     Args:
         size: most threads, abandoned ones not counted.
@@ -56,11 +68,13 @@ class BlockingPool:
         self._size = size
         self._name = name
         self._max_abandoned = max_abandoned
-        self._queue: SimpleQueue[_Call | None] = SimpleQueue()
         self._lock = threading.Lock()
+        self._calls: deque[_Call] = deque()
+        self._bell: SimpleQueue[bool] = SimpleQueue()
         self._threads = 0
-        self._pending = 0
-        self._closed = False
+        self._idle = 0
+        self._is_rousing = False
+        self._is_closed = False
         self.abandoned = 0
         """Threads hanging in a call nobody waits for."""
 
@@ -92,55 +106,66 @@ class BlockingPool:
     def close(self) -> None:
         """Let idle threads end; running calls finish on their own. Idempotent."""
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 return
-            self._closed = True
+            self._is_closed = True
             for _ in range(self._threads):
-                self._queue.put(None)
+                self._bell.put(False)
 
     def _submit(self, call: _Call) -> None:
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 raise EngineError(f"pool {self._name!r} is closed")
             if self.abandoned >= self._max_abandoned:
                 raise EngineError(
                     f"{self.abandoned} calls on pool {self._name!r} hang and cannot be stopped; "
                     "give the tools that block a shorter timeout, or isolate them in a process"
                 )
-            self._pending += 1
-            if self._pending > self._threads and self._threads < self._size:
-                self._start_thread()
-            self._queue.put(call)
+            self._calls.append(call)
+            self._rouse()
 
-    def _start_thread(self) -> None:
-        self._threads += 1
-        threading.Thread(target=self._work, name=self._name, daemon=True).start()
+    def _rouse(self) -> None:
+        """Have one more thread look for calls; the lock is held."""
+        if self._is_rousing or not self._calls:
+            return
+        if self._idle:
+            self._idle -= 1
+            self._is_rousing = True
+            self._bell.put(True)
+        elif self._threads < self._size:
+            self._threads += 1
+            self._is_rousing = True
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
 
     def _work(self) -> None:
-        while (call := self._queue.get()) is not None:
-            value, error = self._run(call)
-            with self._lock:
-                call.finished = True
-                if call.abandoned:
-                    self.abandoned -= 1
-                    return
-                self._pending -= 1
-            try:
-                call.loop.call_soon_threadsafe(_deliver, call, value, error)
-            except RuntimeError:  # the loop is closed: nobody waits any more
-                continue
+        while True:
+            call = self._next(is_roused=True)
+            while call is not None:
+                value, error = _run(call)
+                with self._lock:
+                    call.is_finished = True
+                    if call.is_abandoned:
+                        self.abandoned -= 1
+                        return
+                with contextlib.suppress(RuntimeError):  # a closed loop: nobody waits any more
+                    call.loop.call_soon_threadsafe(_deliver, call, value, error)
+                call = self._next(is_roused=False)
+            if not self._bell.get():
+                return
 
-    def _run(self, call: _Call) -> tuple[Any, BaseException | None]:
+    def _next(self, *, is_roused: bool) -> _Call | None:
+        """Take the next call, or None and be counted as idle."""
         with self._lock:
-            if call.future.cancelled():
-                return None, None
-            call.started = time.monotonic()
-        try:
-            return call.fn(), None
-        except Exception as error:
-            return None, error
-        except BaseException as error:  # SystemExit in a tool must not end a thread of ours
-            return None, RuntimeError(f"the call raised {type(error).__name__}: {error}")
+            if is_roused:
+                self._is_rousing = False
+            while self._calls:
+                call = self._calls.popleft()
+                if not call.future.cancelled():
+                    call.started = time.monotonic()
+                    self._rouse()
+                    return call
+            self._idle += 1
+            return None
 
     def _expire(self, call: _Call) -> None:
         assert call.timeout_s is not None
@@ -158,17 +183,23 @@ class BlockingPool:
     def _abandon(self, call: _Call) -> bool:
         """Give up a call; False when it has just finished and its result is on the way."""
         with self._lock:
-            if call.finished:
+            if call.is_finished or call.is_abandoned:
                 return False
-            if call.started is None:
-                return True
-            call.abandoned = True
-            self.abandoned += 1
-            self._pending -= 1
-            self._threads -= 1
-            if not self._closed and self._pending > self._threads:
-                self._start_thread()
+            if call.started is not None:
+                call.is_abandoned = True
+                self.abandoned += 1
+                self._threads -= 1
+                self._rouse()
             return True
+
+
+def _run(call: _Call) -> tuple[Any, BaseException | None]:
+    try:
+        return call.fn(), None
+    except Exception as error:
+        return None, error
+    except BaseException as error:  # SystemExit in a tool must not end a thread of ours
+        return None, RuntimeError(f"the call raised {type(error).__name__}: {error}")
 
 
 def _deliver(call: _Call, value: Any, error: BaseException | None) -> None:

@@ -1,7 +1,7 @@
 """The dialogue of an episode in the making, and its token record: append-only, one row a token."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,17 @@ class TurnRenderer(Protocol):
         ...
 
 
+class _Block(NamedTuple):
+    """Consecutive rows of the record."""
+
+    ids: NDArray[np.int32]
+    role: NDArray[np.int8]
+    turn: int
+    segment: int
+    logp: NDArray[np.float32] | None
+    version_spans: Sequence[tuple[int, int]]
+
+
 class TokenRecord:
     """Collects token columns in the order the sampler sees and emits them.
 
@@ -69,7 +80,7 @@ class TokenRecord:
     def __init__(self) -> None:
         self.context: list[int] = []
         self.segment = -1
-        self._blocks: list[dict[str, NDArray[Any]]] = []
+        self._blocks: list[_Block] = []
         self._rows = 0
 
     def __len__(self) -> int:
@@ -80,72 +91,48 @@ class TokenRecord:
         self.segment += 1
         self.context = []
 
-    def add_forced(self, ids: NDArray[np.int32], role: NDArray[np.int8], *, turn: int) -> None:
-        """Append tokens that were not sampled (prompt, observation, template)."""
-        self._add(
-            ids,
-            role,
-            turn=turn,
-            logp=np.full(len(ids), np.nan, np.float32),
-            version=np.full(len(ids), -1, np.int32),
-        )
-
-    def add_sampled(
+    def add(
         self,
         ids: NDArray[np.int32],
         role: NDArray[np.int8],
         *,
         turn: int,
-        logp: NDArray[np.float32] | None,
+        logp: NDArray[np.float32] | None = None,
         version_spans: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Append one completion.
+        """Append tokens.
 
         Args:
-            ids: its tokens, (n,).
-            role: REASONING or ACTION for each, (n,).
-            turn: index of the turn.
-            logp: the sampler's log-probabilities, (n,); None for demonstrations.
-            version_spans: (policy version, number of tokens) in order.
+            ids: the tokens, (n,).
+            role: `TokenRole` of each, (n,).
+            turn: turn they belong to, -1 for the first prompt.
+            logp: the sampler's log-probabilities, (n,); None when no policy sampled them.
+            version_spans: (policy version, number of tokens) in order; empty when none did.
         """
-        version = np.full(len(ids), -1, np.int32)
-        at = 0
-        for number, count in version_spans:
-            version[at : at + count] = number
-            at += count
-        if logp is None:
-            logp = np.full(len(ids), np.nan, np.float32)
-        self._add(ids, role, turn=turn, logp=logp, version=version)
-
-    def _add(
-        self,
-        ids: NDArray[np.int32],
-        role: NDArray[np.int8],
-        *,
-        turn: int,
-        logp: NDArray[np.float32],
-        version: NDArray[np.int32],
-    ) -> None:
         self.context.extend(ids.tolist())
         self._rows += len(ids)
-        self._blocks.append(
-            {
-                "ids": np.asarray(ids, np.int32),
-                "logp": np.asarray(logp, np.float32),
-                "role": np.asarray(role, np.int8),
-                "turn": np.full(len(ids), turn, np.int16),
-                "version": version,
-                "segment": np.full(len(ids), self.segment, np.int16),
-            }
-        )
+        spans = version_spans or ((-1, len(ids)),)
+        self._blocks.append(_Block(ids, role, turn, self.segment, logp, spans))
 
     def columns(self) -> dict[str, Any]:
         """Return the columns of a `Trajectory`; empty when nothing was recorded."""
         if not self._blocks:
             return {}
+        lengths = [len(block.ids) for block in self._blocks]
+        spans = np.array([span for block in self._blocks for span in block.version_spans], np.int32)
+        logp = np.full(self._rows, np.nan, np.float32)
+        start = 0
+        for block, length in zip(self._blocks, lengths, strict=True):
+            if block.logp is not None:
+                logp[start : start + length] = block.logp
+            start += length
         return {
-            name: np.concatenate([block[name] for block in self._blocks])
-            for name in self._blocks[0]
+            "ids": np.concatenate([block.ids for block in self._blocks], dtype=np.int32),
+            "logp": logp,
+            "role": np.concatenate([block.role for block in self._blocks], dtype=np.int8),
+            "turn": np.repeat(np.array([b.turn for b in self._blocks], np.int16), lengths),
+            "version": np.repeat(spans[:, 0], spans[:, 1]),
+            "segment": np.repeat(np.array([b.segment for b in self._blocks], np.int16), lengths),
         }
 
 
@@ -227,7 +214,7 @@ class Transcript:
         """Take the first observation."""
         self._messages, self.tools = list(prompt), tools
         self.record.start_segment()
-        self.record.add_forced(*self._prompts.start(self._messages, tools), turn=-1)
+        self.record.add(*self._prompts.start(self._messages, tools), turn=-1)
 
     def observe(self, action: Action, observation: Observation, tools: Tools | None) -> None:
         """Take an action and the environment's answer; `tools` only when they changed.
@@ -268,7 +255,7 @@ class Transcript:
             return
         if self._is_fresh:
             self.record.start_segment()
-        self.record.add_forced(*self._pending, turn=turn - 1)
+        self.record.add(*self._pending, turn=turn - 1)
         self._pending, self._is_fresh = None, False
 
     def columns(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-r"""Mathematical equivalence of a response and a gold answer, in worker processes that can be killed.
+r"""Mathematical equivalence of a response and a gold answer, in killable worker processes.
 
     verify(r"… so the answer is \boxed{\frac12}", "0.5").verdict        "right"
     await averify(response, gold, deadline_s=1.0)                       from asyncio
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from turngym.errors import ConfigError, RewardError
+from turngym.errors import RewardError
 from turngym.rewards.workers import Outcome, WorkerPool
 
 __all__ = ["Verdict", "accuracy", "averify", "close", "configure", "verify"]
@@ -40,8 +40,16 @@ class Verdict:
 _TARGET = "turngym.rewards.maths.worker:grade"
 _PROBE: Mapping[str, Any] = {"prediction": r"\boxed{\frac{1}{2}}", "gold": "0.5"}
 _pool: WorkerPool | None = None
-_settings: dict[str, int] = {}
 _lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    """Another thread may have held the lock when this process was forked."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def configure(
@@ -58,14 +66,23 @@ def configure(
         ConfigError: a limit that is not positive.
     """
     global _pool
-    size = size if size is not None else min(8, len(os.sched_getaffinity(0)))
-    fresh = WorkerPool(
-        _TARGET, size=size, memory_mb=memory_mb, recycle_after=recycle_after, probe=_PROBE
-    )
+    fresh = _new_pool(size, memory_mb, recycle_after)
     with _lock:
         _pool, old = fresh, _pool
     if old is not None:
         old.close()
+
+
+def _new_pool(
+    size: int | None = None, memory_mb: int = 1024, recycle_after: int = 5_000
+) -> WorkerPool:
+    return WorkerPool(
+        _TARGET,
+        size=size if size is not None else min(8, len(os.sched_getaffinity(0))),
+        memory_mb=memory_mb,
+        recycle_after=recycle_after,
+        probe=_PROBE,
+    )
 
 
 def close() -> None:
@@ -75,10 +92,11 @@ def close() -> None:
 
 
 def _default() -> WorkerPool:
-    if _pool is None:
-        configure()
-    assert _pool is not None
-    return _pool
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = _new_pool()
+        return _pool
 
 
 def verify(

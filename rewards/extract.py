@@ -6,6 +6,7 @@ merged. Every function is pure, never raises on a string and takes time linear i
 """
 
 import re
+from collections import deque
 from typing import NamedTuple
 
 __all__ = ["boxes", "final_answer", "stated_answer", "unwrap", "visible"]
@@ -14,14 +15,17 @@ MAX_BOXES = 64
 """Boxes looked at from the end, in search of one that is not empty."""
 
 _END_OF_TURN = re.compile(
-    r"<\|(?:im_end|im_start|eot_id|end_of_text|endoftext|end|eom_id)\|>|</s>|<[｜|]end▁of▁sentence[｜|]>"
+    r"<\|(?:im_end|im_start|eot_id|end_of_text|endoftext|end|eom_id)\|>|</s>"
+    "|<\uff5cend\u2581of\u2581sentence\uff5c>"
 )
 _THINK = re.compile(
     r"<(?P<close>/)?(?:think|thinking|reasoning|thought)>|(?P<open>\[THINK\])|(?P<shut>\[/THINK\])"
     r"|◁(?P<turn>/)?think▷",
     re.IGNORECASE,
 )
-_BRACES = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s{0,8}(?P<box>\{)?|\\.|[{}]", re.DOTALL)
+_BRACES = re.compile(
+    r"\\{1,3}(?:boxed|fbox|framebox)(?![A-Za-z])\s{0,8}(?P<box>\{)?|\\.|[{}]", re.DOTALL
+)
 _BARE = re.compile(r"[-+]?(?:\d[\d.,]*|\\[A-Za-z]+)[^\s$]*")
 _TAG = re.compile(r"<(?P<close>/)?answer>", re.IGNORECASE)
 _HASHES = re.compile(r"^[ \t]*####(?!#)(?P<answer>[^\n]*)", re.MULTILINE)
@@ -171,10 +175,7 @@ def _inside(content: str) -> str:
 
 
 def _last_hashes(text: str) -> list[re.Match[str]]:
-    last: re.Match[str] | None = None
-    for last in _HASHES.finditer(text):
-        pass
-    return [] if last is None else [last]
+    return list(deque(_HASHES.finditer(text), maxlen=1))
 
 
 def stated_answer(text: str) -> str | None:
@@ -187,12 +188,10 @@ def stated_answer(text: str) -> str | None:
     >>> stated_answer("Final Answer: **73**")
     '73'
     """
-    last: re.Match[str] | None = None
-    for last in _STATED.finditer(text):
-        pass
-    if last is None:
+    last = deque(_STATED.finditer(text), maxlen=1)
+    if not last:
         return None
-    answer = text[last.end() :].lstrip().partition("\n")[0].strip("* ")
+    answer = text[last[0].end() :].lstrip().partition("\n")[0].strip("* ")
     if end := _SENTENCE_END.search(answer):
         answer = answer[: end.start()]
     return answer.strip("* ") or None

@@ -55,7 +55,7 @@ class Outcome(NamedTuple):
     """From the call to the worker's start on it."""
 
 
-class _Lost(Exception):
+class _LostError(Exception):
     """The worker or its parent is gone."""
 
 
@@ -91,8 +91,8 @@ class _Zygote:
             theirs.close()
         try:
             if (answer := self._answer()) != "ready":
-                raise _Lost(answer)
-        except _Lost:
+                raise _LostError(answer)
+        except _LostError:
             self.close()
             raise
 
@@ -102,9 +102,9 @@ class _Zygote:
             try:
                 byte = self.control.recv(64)
             except OSError as error:
-                raise _Lost(f"no answer: {error}") from error
+                raise _LostError(f"no answer: {error}") from error
             if not byte:
-                raise _Lost("closed")
+                raise _LostError("closed")
             line += byte
         return line.decode().strip()
 
@@ -113,14 +113,14 @@ class _Zygote:
         try:
             socket.send_fds(self.control, [b"F"], [theirs.fileno()])
             return _Worker(int(self._answer()), ours, self)
-        except (_Lost, OSError) as error:
+        except (_LostError, OSError) as error:
             ours.close()
-            raise _Lost(str(error)) from error
+            raise _LostError(str(error)) from error
         finally:
             theirs.close()
 
     def reap(self, pid: int) -> None:
-        with contextlib.suppress(_Lost, OSError):
+        with contextlib.suppress(_LostError, OSError):
             self.control.sendall(f"R{pid}".encode())
             self._answer()
 
@@ -161,7 +161,11 @@ class WorkerPool:
         recycle_after: int = 5_000,
         probe: Mapping[str, Any] | None = None,
     ) -> None:
-        for name, value in (("size", size), ("memory_mb", memory_mb), ("recycle_after", recycle_after)):
+        for name, value in (
+            ("size", size),
+            ("memory_mb", memory_mb),
+            ("recycle_after", recycle_after),
+        ):
             if value < 1:
                 raise ConfigError(f"WorkerPool {name} must be at least 1, got {value}")
         self.target = target
@@ -217,7 +221,7 @@ class WorkerPool:
                 worker = self._take()
                 try:
                     outcome = self._call(worker, arguments, deadline_s, asked)
-                except _Lost:
+                except _LostError:
                     self._discard(worker)
                     continue
                 if outcome.status in ("done", "error") and worker.calls < self.recycle_after:
@@ -255,11 +259,11 @@ class WorkerPool:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        cause: _Lost | None = None
+        cause: _LostError | None = None
         for _ in range(3):
             try:
                 return self._start()
-            except _Lost as error:
+            except _LostError as error:
                 cause = error
         raise RewardError(f"no worker process can be started for {self.target}: {cause}")
 
@@ -270,7 +274,7 @@ class WorkerPool:
             zygote = self._zygote
             try:
                 worker = zygote.fork()
-            except _Lost:
+            except _LostError:
                 self._zygote = None
                 zygote.close()
                 raise
@@ -278,7 +282,7 @@ class WorkerPool:
             outcome = self._call(worker, self.probe, SELF_TEST_S, time.monotonic())
             if outcome.status != "done":
                 self._discard(worker)
-                raise _Lost(f"self-test: {outcome.status} {outcome.detail}")
+                raise _LostError(f"self-test: {outcome.status} {outcome.detail}")
         return worker
 
     def _discard(self, worker: _Worker) -> None:
@@ -296,9 +300,9 @@ class WorkerPool:
             send(channel, dict(arguments))
             first = receive(channel)
         except OSError as error:
-            raise _Lost(str(error)) from error
+            raise _LostError(str(error)) from error
         if first is None:
-            raise _Lost("closed before it started")
+            raise _LostError("closed before it started")
         started: float = first["started"]
         queued_s = started - asked
         if not _readable(channel, started + deadline_s):

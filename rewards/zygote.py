@@ -84,7 +84,7 @@ def main(control_fd: int, owner: int, target: str, memory_mb: int) -> None:
     workers: set[int] = set()
     try:
         while True:
-            readable, _, _ = select.select([control, owner_fd], [], [])
+            readable, _, _ = select.select([control.fileno(), owner_fd], [], [])
             if owner_fd in readable or not _serve(control, workers, function, memory_mb):
                 return
     finally:

@@ -7,6 +7,7 @@ from typing import Any
 from turngym.agents.rollout import RolloutEngine
 from turngym.rl.algorithm import BoundAlgorithm
 from turngym.rl.filters import PassRates, keep_groups, retired, wants_more
+from turngym.rl.parallel import Ranks
 from turngym.rl.stream import TaskStream
 from turngym.types import Group
 
@@ -43,16 +44,24 @@ class Collector:
         stream: which task comes next.
         bound: the algorithm.
         prompts: groups wanted.
+        ranks: the processes that train together; each rolls out its share.
     """
 
     def __init__(
-        self, engine: RolloutEngine, stream: TaskStream, bound: BoundAlgorithm, *, prompts: int
+        self,
+        engine: RolloutEngine,
+        stream: TaskStream,
+        bound: BoundAlgorithm,
+        *,
+        prompts: int,
+        ranks: Ranks | None = None,
     ) -> None:
         self.engine = engine
         self.stream = stream
         self.bound = bound
         self.prompts = prompts
         self.rates = PassRates({}, {})
+        self._ranks = ranks or Ranks()
 
     def collect(self) -> Collected:
         """Roll out one batch."""
@@ -62,8 +71,10 @@ class Collector:
         while not batches or wants_more(
             self.bound, wanted=self.prompts, kept=len(kept), batches=batches
         ):
-            fresh = self.engine.run(self._ordinals(self.prompts))
+            mine = self._ranks.share(self._ordinals(self.prompts))
+            fresh = self._ranks.gather(self.engine.run(mine))
             batches += 1
+            self.stream.position = max(self._ranks.gather([self.stream.position]))
             sampled += fresh
             chosen = keep_groups(self.bound, fresh)
             kept += [group for group, keep in zip(fresh, chosen, strict=True) if keep]
@@ -81,8 +92,11 @@ class Collector:
         )
 
     def refill(self) -> int:
-        """Ordinal of the task that replaces a dropped group."""
-        return self._ordinals(1)[0]
+        """Ordinal of the task that replaces a dropped group; no two processes draw the same."""
+        while True:
+            (ordinal,) = self._ordinals(1)
+            if self._ranks.owns(self.stream.position):
+                return ordinal
 
     def _retired(self) -> set[str]:
         return retired(self.rates.rates(), self.bound.algorithm.selection.retire_pass_rate)

@@ -24,6 +24,7 @@ from turngym.rl.metrics import Metric, merge
 from turngym.rl.micro import micro_batches
 from turngym.rl.objectives import objective
 from turngym.rl.optim import Optimizers
+from turngym.rl.parallel import Ranks
 from turngym.rl.plan import Credit, Plan, assign, plan
 from turngym.rl.regularizers import adapt
 from turngym.rl.state import AlgorithmState
@@ -46,6 +47,7 @@ class Learner:
         seed: of the split into optimizer steps.
         reference: returns a context in which the model it yields is the reference policy; None =
             there is none.
+        ranks: the processes that train together.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Learner:
         temperature: float = 1.0,
         seed: int = 0,
         reference: Reference | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
         self.bound = bound
@@ -68,6 +71,7 @@ class Learner:
         self.optimizers = Optimizers(model, config, total_steps=total_steps)
         self._seed = seed
         self._reference = reference
+        self._ranks = ranks or Ranks()
 
     def update(
         self, groups: Sequence[Group], *, greedy: Mapping[str, Trajectory] | None = None
@@ -101,7 +105,7 @@ class Learner:
                 norms.append(self.optimizers.step())
                 self.version += 1
         assert planned is not None
-        metrics = merge(parts) | {"train/grad_norm": max(norms)}
+        metrics = merge(self._ranks.gather(parts)) | {"train/grad_norm": max(norms)}
         metrics["train/moving_rows"] = float(planned.moving_rows(batch).sum())
         self.state = adapt(
             self.bound,
@@ -136,7 +140,7 @@ class Learner:
         moving = rows & planned.moving_rows(batch)
         chosen = [i for i, context in enumerate(batch.contexts) if moving[context.row]]
         parts: list[Mapping[str, Metric]] = []
-        for part in self._passes(batch, chosen):
+        for part in self._ranks.share(self._passes(batch, chosen)):
             index = batch.tokens_of(part)
             scored = policy_logprobs(
                 self.model,
@@ -150,6 +154,7 @@ class Learner:
             )
             loss.backward()  # type: ignore[no-untyped-call]
             parts.append(metrics)
+        self._ranks.sum_gradients(self.optimizers.parameters)
         return parts
 
     def _passes(self, batch: Batch, chosen: Sequence[int]) -> list[list[int]]:
@@ -169,7 +174,7 @@ class Learner:
         logp = torch.zeros(batch.num_tokens, dtype=batch.dtype)
         entropy = torch.zeros_like(logp) if with_entropy else None
         limit = self.config.micro_tokens
-        for part in micro_batches(batch.contexts, chosen, max_tokens=limit):
+        for part in self._ranks.share(micro_batches(batch.contexts, chosen, max_tokens=limit)):
             index = batch.tokens_of(part)
             scored = policy_logprobs(
                 self.model if model is None else model,
@@ -181,7 +186,7 @@ class Learner:
             logp[index] = scored.logp.to(logp)
             if entropy is not None and scored.entropy is not None:
                 entropy[index] = scored.entropy.to(logp)
-        return logp, entropy
+        return self._ranks.sum(logp), None if entropy is None else self._ranks.sum(entropy)
 
     def _annotate(self, batch: Batch) -> Batch:
         """Add the columns that the algorithm reads, each by one pass without gradient."""

@@ -26,15 +26,16 @@ from turngym.agents.tiny import build_tiny_agent
 from turngym.config import dump
 from turngym.errors import CheckpointError, ConfigError
 from turngym.rl.algorithm import BoundAlgorithm, RunFacts
-from turngym.rl.checkpoint import Checkpoint, latest, load_weights
+from turngym.rl.checkpoint import Checkpoint, latest, load_weights, saving
 from turngym.rl.collector import Collector
 from turngym.rl.config import TrainConfig
 from turngym.rl.learner import Learner
+from turngym.rl.parallel import Ranks
 from turngym.rl.sft import cold_start
 from turngym.rl.stream import TaskStream
 from turngym.rl.trainer import Trainer
 from turngym.rl.weights import Canary
-from turngym.tracking import make_tracker, write_json
+from turngym.tracking import Many, Tracker, make_tracker, write_json
 
 __all__ = ["Observer", "TrainSession"]
 
@@ -74,6 +75,7 @@ class TrainSession:
         self._env_kwargs = dict(env_kwargs)
         self._observer = observer
         self._stack = contextlib.ExitStack()
+        self._ranks = Ranks.from_environment(device=config.model.device)
         self._checkpoint = self._prepare_folder()
         if config.deterministic or config.threads is not None:
             torch.set_num_threads(1 if config.deterministic else config.threads or 1)
@@ -91,11 +93,14 @@ class TrainSession:
             if checkpoint is None:
                 raise CheckpointError(f"{run} holds no complete checkpoint; start without --resume")
             return checkpoint
-        if (run / "config.json").exists():
+        taken = (run / "config.json").exists()
+        self._ranks.wait()
+        if taken:
             raise ConfigError(
                 f"{run} already holds a run; go on with --resume, or choose another with --run"
             )
-        write_json(run / "config.json", self._facts())
+        if self._ranks.is_main:
+            write_json(run / "config.json", self._facts())
         return None
 
     def _facts(self) -> dict[str, Any]:
@@ -108,8 +113,11 @@ class TrainSession:
         renderer = Renderer(tokenizer, dialect=config.dialect, on_rewrite=config.on_rewrite)
         source = EnvSource(config.env_id, self._env_kwargs, "train")
         bound = self._bind(source)
-        if self._checkpoint is None:
-            model = self._start_cold(model, tokenizer, renderer)
+        if self._checkpoint is None and config.sft.steps:
+            if self._ranks.is_main:
+                self._start_cold(model, tokenizer, renderer)
+            self._ranks.wait()
+            model, tokenizer = self._load()
         model, reference = self._ready(model, bound)
         policy = self._stack.enter_context(
             HFPolicy(
@@ -121,13 +129,16 @@ class TrainSession:
             )
         )
         trainer = self._assemble(model, tokenizer, renderer, source, bound, policy, reference)
-        if config.eval.before and self._checkpoint is None:
+        main = self._ranks.is_main
+        if config.eval.before and self._checkpoint is None and main:
             self._evaluate(renderer, policy, "before")
         with self._observer.stage("train", config.steps) as advance:
             trainer.run(lambda done, m: advance(done, f"reward {m['reward/mean']:.3f}"))
-        if config.eval.after and not trainer.stop_requested:
+        if trainer.stop_requested or not main:
+            return
+        if config.eval.after:
             self._evaluate(renderer, policy, "after")
-        if not trainer.stop_requested:
+        with saving(config.run / "model"):
             model.save_pretrained(config.run / "model")
             tokenizer.save_pretrained(config.run / "model")
 
@@ -137,14 +148,16 @@ class TrainSession:
         base = self.config.run / "base"
         path: str | Path = base if (base / "config.json").exists() else config.path
         if path == "tiny":
-            path = build_tiny_agent(self.config.run / "tiny", seed=self.config.seed)
-        return load_model(path, dtype=config.dtype, device=config.device)
+            path = self.config.run / "tiny"
+            if self._ranks.is_main and not (path / "config.json").exists():
+                build_tiny_agent(path, seed=self.config.seed)
+            self._ranks.wait()
+        device = self._ranks.device or config.device
+        return load_model(path, dtype=config.dtype, device=device)
 
-    def _start_cold(self, model: Any, tokenizer: Any, renderer: Renderer) -> Any:
-        """Imitate the environment's expert, and keep the result as the run's base model."""
+    def _start_cold(self, model: Any, tokenizer: Any, renderer: Renderer) -> None:
+        """Imitate the environment's expert; the result becomes the run's base model."""
         config, sft = self.config, self.config.sft
-        if not sft.steps:
-            return model
         if config.model.lora_rank:
             model = self._attach(model)
         source = EnvSource(config.env_id, self._env_kwargs, "train")
@@ -172,9 +185,9 @@ class TrainSession:
             )
         if config.model.lora_rank:
             model = model.merge_and_unload()
-        model.save_pretrained(config.run / "base")
-        tokenizer.save_pretrained(config.run / "base")
-        return model
+        with saving(config.run / "base"):
+            model.save_pretrained(config.run / "base")
+            tokenizer.save_pretrained(config.run / "base")
 
     def _attach(self, model: Any) -> Any:
         config = self.config.model
@@ -229,6 +242,7 @@ class TrainSession:
             temperature=config.temperature,
             seed=config.seed,
             reference=reference,
+            ranks=self._ranks,
         )
         stream = TaskStream(len(source.task_set), derive(config.seed, "tasks"))
         engine = RolloutEngine(
@@ -239,9 +253,11 @@ class TrainSession:
             refill=lambda: collector.refill(),
         )
         self._stack.enter_context(engine)
-        collector = Collector(engine, stream, bound, prompts=config.prompts)
+        collector = Collector(engine, stream, bound, prompts=config.prompts, ranks=self._ranks)
         step = self._checkpoint.step + 1 if self._checkpoint else None
-        tracker = make_tracker(config.run, config.trackers, resume_step=step)
+        tracker: Tracker = Many([])
+        if self._ranks.is_main:
+            tracker = make_tracker(config.run, config.trackers, resume_step=step)
         self._stack.callback(tracker.close)
         tracker.config(self._facts())
         prompt = renderer.start([{"role": "user", "content": "Hello"}], []).ids
@@ -255,13 +271,16 @@ class TrainSession:
             canary=Canary(prompt.tolist(), sampling, tolerance=tolerance),
             tracker=tracker,
             evaluate=lambda name, _: self._evaluate(renderer, policy, name),
+            is_main=self._ranks.is_main,
         )
         if self._checkpoint is not None:
             self.trainer.restore(self._checkpoint)
         return self.trainer
 
-    def _evaluate(self, renderer: Renderer, policy: HFPolicy, name: str) -> Report:
+    def _evaluate(self, renderer: Renderer, policy: HFPolicy, name: str) -> None:
         config = self.config
+        if not self._ranks.is_main:
+            return
         source = EnvSource(config.env_id, self._env_kwargs, "eval")
         tasks = min(config.eval.tasks, len(source.task_set))
         sampling = Sampling(temperature=config.temperature, max_tokens=config.rollout.max_tokens)
@@ -279,7 +298,6 @@ class TrainSession:
             report = evaluate(engine, num_tasks=tasks, samples_per_task=config.eval.samples)
         write_json(config.run / "evaluations" / f"{name}.json", report.to_json())
         self._observer.evaluated(name, report)
-        return report
 
 
 @contextlib.contextmanager

@@ -5,12 +5,10 @@ collect -> update -> sync -> canary -> log -> (save, evaluate)
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from turngym.agents.hf_policy import HFPolicy
 from turngym.agents.store import TrajectoryStore
-from turngym.agents.summary import Report
 from turngym.rl.checkpoint import Checkpoint, save
 from turngym.rl.collector import Collected, Collector
 from turngym.rl.config import TrainConfig
@@ -22,7 +20,7 @@ from turngym.types import Group, Trajectory
 __all__ = ["StepReport", "Trainer"]
 
 StepReport = Callable[[int, Mapping[str, float]], None]
-Evaluate = Callable[[str, int], Report]
+Evaluate = Callable[[str, int], None]
 
 
 class Trainer:
@@ -37,6 +35,7 @@ class Trainer:
         canary: checks every sync.
         tracker: takes the metrics.
         evaluate: called with (name, rollout batches done).
+        is_main: this process writes the run folder.
     """
 
     def __init__(
@@ -50,6 +49,7 @@ class Trainer:
         canary: Canary,
         tracker: Tracker,
         evaluate: Evaluate,
+        is_main: bool = True,
     ) -> None:
         self.config = config
         self.learner = learner
@@ -65,6 +65,7 @@ class Trainer:
         self._canary = canary
         self._tracker = tracker
         self._evaluate = evaluate
+        self._is_main = is_main
         self._saved = -1
         self._store = TrajectoryStore(config.run / "trajectories")
 
@@ -125,13 +126,16 @@ class Trainer:
 
     def _keep(self, collected: Collected) -> None:
         every = self.config.store_trajectories
-        if every and self.step % every == 0:
+        if self._is_main and every and self.step % every == 0:
             for group in collected.sampled:
                 self._store.append(group.trajectories, {"step": self.step, "group": group.id})
 
-    def save(self) -> Path:
+    def save(self) -> None:
         """Write a checkpoint of the state after `step` rollout batches."""
-        path = save(
+        self._saved = self.step
+        if not self._is_main:
+            return
+        save(
             self.config.run,
             step=self.step,
             model=self.learner.model,
@@ -140,8 +144,6 @@ class Trainer:
             state={"collector": self.collector.state_dict()},
             keep=self.config.keep_checkpoints,
         )
-        self._saved = self.step
-        return path
 
 
 def reward_metrics(groups: list[Group]) -> dict[str, float]:

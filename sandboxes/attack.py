@@ -110,7 +110,9 @@ async def run_cells(
     return kind, result, wall_s
 
 
-async def verdict(session: Session, attack: Attack, canaries: Canaries) -> tuple[Literal["pass", "fail", "breach"], str, str]:
+async def verdict(
+    session: Session, attack: Attack, canaries: Canaries
+) -> tuple[Literal["pass", "fail", "breach"], str, str]:
     """Run one attack; returns (pass | fail | breach, why, how the last cell ended)."""
     kind, result, wall_s = await run_cells(session, attack, canaries.places)
     if touched := canaries.touched():

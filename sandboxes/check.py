@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from turngym.errors import SandboxError
 from turngym.sandboxes.attack import Attack, capabilities, load_attacks, verdict
 from turngym.sandboxes.base import Guarantees, Sandbox
 from turngym.sandboxes.canaries import Canaries
-from turngym.sandboxes.contract import CHECKS
+from turngym.sandboxes.contract import CHECKS, Check
 from turngym.sandboxes.factory import create
 from turngym.sandboxes.programs import PROGRAMS
 from turngym.sandboxes.sync import SyncSandbox
@@ -133,9 +133,9 @@ async def acheck_sandbox(
     """As `check_sandbox`, for a sandbox on the running event loop."""
     wanted = None if only is None else set(only)
     rows: list[CheckRow] = []
-    for check in CHECKS:
-        if wanted is None or check.__name__ in wanted:
-            rows.append(await _contract_row(check, sandbox))
+    for name, check in CHECKS.items():
+        if wanted is None or name in wanted:
+            rows.append(await _contract_row(name, check, sandbox))
     programs = [*PROGRAMS, *(load_attacks(path) if (path := _file(attacks)) else ())]
     with Canaries() as canaries:
         suite = _Suite(sandbox, canaries)
@@ -156,10 +156,7 @@ def _file(attacks: str | Path | None) -> Path | None:
     return path if path is not None and path.is_file() else None
 
 
-Check = Callable[[Sandbox], Awaitable[str]]
-
-
-async def _contract_row(check: Check, sandbox: Sandbox) -> CheckRow:
+async def _contract_row(name: str, check: Check, sandbox: Sandbox) -> CheckRow:
     start = time.monotonic()
     verdict: Verdict = "pass"
     try:
@@ -168,7 +165,7 @@ async def _contract_row(check: Check, sandbox: Sandbox) -> CheckRow:
     except (SandboxError, OSError, AssertionError) as error:
         verdict, detail = "fail", f"{type(error).__name__}: {error}"
     return CheckRow(
-        name=check.__name__,
+        name=name,
         group="contract",
         verdict=verdict,
         detail=detail,

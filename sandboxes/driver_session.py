@@ -52,6 +52,10 @@ class Link:
         """
         message = {"op": "configure", "limits": dataclasses.asdict(limits), "workspace": workspace}
         await self.transport.send(encode(message))
+        return await self.await_ready()
+
+    async def await_ready(self) -> dict[str, Any]:
+        """Wait until a worker stands; returns the `ready` event."""
         ready = (await self._frame())[0]
         if ready.get("event") != "ready":
             raise SandboxCreateError(f"the session was not set up: {ready.get('message', ready)}")
@@ -80,9 +84,20 @@ class Link:
                     future.set_exception(SessionLostError(str(error)))
 
     async def ask(
-        self, message: dict[str, Any], body: bytes = b"", *, within_s: float = _ANSWER_SLACK_S
+        self,
+        message: dict[str, Any],
+        body: bytes = b"",
+        *,
+        within_s: float = _ANSWER_SLACK_S,
+        descriptor: int | None = None,
     ) -> tuple[dict[str, Any], bytes]:
         """Send a request and return its answer.
+
+        Args:
+            message: the operation and its fields.
+            body: raw bytes.
+            within_s: longest time to wait.
+            descriptor: travels along, where the transport can carry it.
 
         Raises:
             OSError: the request failed inside; the errno of the far side.
@@ -95,7 +110,7 @@ class Link:
         self._waiting[number] = future
         try:
             async with self._sending:
-                await self.transport.send(encode({**message, "id": number}, body))
+                await self.transport.send(encode({**message, "id": number}, body), descriptor)
             async with asyncio.timeout(within_s):
                 answer, data = await future
         except TimeoutError:
@@ -131,7 +146,7 @@ class DriverSession:
     def __init__(
         self, link: Link, limits: Limits, slot: Slot, on_close: Callable[[Any], None]
     ) -> None:
-        self._link = link
+        self._link: Link = link
         self._limits = limits
         self._slot = slot
         self._on_close = on_close
@@ -177,6 +192,7 @@ class DriverSession:
             raise ConfigError(f"timeout_s must be positive, got {limit}")
         async with self._serial, self._slot() as waited_s:
             self._check_open()
+            await self._thaw()
             within_s = limit + self._limits.grace_s + _ANSWER_SLACK_S
             try:
                 answer, data = await self._ask_interruptibly(
@@ -229,6 +245,7 @@ class DriverSession:
         """Replace the interpreter; files are kept."""
         self._check_open()
         async with self._serial:
+            await self._thaw()
             await self._link.ask({"op": "reset"})
 
     async def fork(self) -> "DriverSession":
@@ -239,6 +256,9 @@ class DriverSession:
             "replay the cells in a fresh session instead"
         )
 
+    async def _thaw(self) -> None:
+        """Have a live interpreter behind the link; for backends that freeze forked ones."""
+
     async def ping(self) -> None:
         """Return when init answers; SessionLostError when it does not within a second."""
         await self._link.ask({"op": "ping"}, within_s=1.0)
@@ -248,9 +268,12 @@ class DriverSession:
         if not self._closed:
             self._closed = True
             try:
-                await self._link.close()
+                await self._hang_up()
             finally:
                 self._on_close(self)
+
+    async def _hang_up(self) -> None:
+        await self._link.close()
 
 
 def _result(

@@ -5,9 +5,10 @@ guaranteed at which isolation level is written in `docs/sandboxes.md`.
 """
 
 import asyncio
+import contextlib
 import socket
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from turngym.errors import (
     SandboxCreateError,
@@ -164,25 +165,119 @@ class LocalSandbox:
     async def _start(
         self, limits: Limits, on_close: Callable[["LocalSession"], None]
     ) -> "LocalSession":
-        ours, theirs = socket.socketpair()
-        with theirs:
-            link = Link(SocketTransport(ours))
-            try:
-                await self._launcher.send(theirs)
-                theirs.close()
-                async with asyncio.timeout(_START_S):
-                    await link.start(limits, "/workspace")
-            except TimeoutError:
-                await link.close()
-                raise SandboxCreateError(f"a session was not up after {_START_S:.0f} s") from None
-            except SessionLostError as error:
-                await link.close()
-                raise SandboxCreateError(f"a session did not start: {error}") from error
-            except BaseException:
-                await link.close()
-                raise
-        return LocalSession(link, limits, self._pool.slot, on_close)
+        async with _new_link() as (link, theirs):
+            await self._launcher.send(theirs)
+            theirs.close()
+            await link.start(limits, "/workspace")
+        return LocalSession(link, limits, self._pool, on_close)
+
+
+@contextlib.asynccontextmanager
+async def _new_link() -> AsyncIterator[tuple[Link, socket.socket]]:
+    """A link to an init still to be made, and the socket to hand to it; closed on failure.
+
+    Raises:
+        SandboxCreateError: the body took too long or the init died in it.
+    """
+    ours, theirs = socket.socketpair()
+    link = Link(SocketTransport(ours))
+    try:
+        async with asyncio.timeout(_START_S):
+            yield link, theirs
+    except TimeoutError:
+        await link.close()
+        raise SandboxCreateError(f"a session was not up after {_START_S:.0f} s") from None
+    except SessionLostError as error:
+        await link.close()
+        raise SandboxCreateError(f"a session did not start: {error}") from error
+    except BaseException:
+        await link.close()
+        raise
+    finally:
+        theirs.close()
+
+
+class _Template:
+    """A frozen interpreter that copies are made of; lives as long as one of them does."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.users = 1
+
+    async def release(self) -> None:
+        self.users -= 1
+        if self.users == 0:
+            await self.link.close()
 
 
 class LocalSession(DriverSession):
-    """A session of the local backend."""
+    """A session of the local backend.
+
+    After `fork` its interpreter is frozen as the template of both sessions; its next cell runs in
+    a copy of its own. The templates form a chain whose namespaces are nested in one another.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        limits: Limits,
+        pool: SessionPool["LocalSession"],
+        on_close: Callable[["LocalSession"], None],
+        templates: tuple[_Template, ...] = (),
+    ) -> None:
+        super().__init__(link, limits, pool.slot, on_close)
+        self._pool = pool
+        self._templates = templates
+        self._frozen = False
+
+    async def fork(self) -> "LocalSession":
+        """Return an independent copy: interpreter, files and open regular files.
+
+        Threads, processes, sockets and whatever else cannot be copied is lost in both sessions;
+        the next result of each says so in `lost`.
+
+        Raises:
+            SandboxError: the level is not `namespaces`, the pool is full, or the interpreter could
+                not be copied.
+        """
+        self._check_open()
+        async with self._serial:
+            self._check_open()
+            return await self._pool.adopt(self._fork, self._limits)
+
+    async def _fork(
+        self, limits: Limits, on_close: Callable[["LocalSession"], None]
+    ) -> "LocalSession":
+        link, lost = await self._copy()
+        if not self._frozen:
+            self._frozen = True
+            self._templates = (*self._templates, _Template(self._link))
+        for template in self._templates:
+            template.users += 1
+        session = LocalSession(link, limits, self._pool, on_close, self._templates)
+        session._lost = lost
+        return session
+
+    async def _thaw(self) -> None:
+        if self._frozen:
+            self._link, self._lost = await self._copy()
+            self._frozen = False
+
+    async def _copy(self) -> tuple[Link, tuple[str, ...]]:
+        async with _new_link() as (link, theirs):
+            try:
+                await self._link.ask({"op": "fork"}, descriptor=theirs.fileno())
+            except OSError as error:
+                raise SandboxError(
+                    f"the session could not be forked: {error.strerror}; "
+                    "replay its cells in a fresh session instead"
+                ) from error
+            theirs.close()
+            ready = await link.await_ready()
+        return link, tuple(str(text) for text in ready["lost"])
+
+    async def _hang_up(self) -> None:
+        if not self._frozen:
+            await self._link.close()
+        for template in reversed(self._templates):
+            await template.release()

@@ -101,7 +101,7 @@ def parse(
     """Take one completion apart. Never raises on the text; linear in its length.
 
     Args:
-        text: the completion, decoded, without or with its end token.
+        text: the completion, decoded, without the token that ended it.
         dialect: name of the dialect.
         finish_reason: `length` makes calls that are not closed `truncated`.
         tools: JSON schemas in OpenAI's shape (or bare functions); dialects that write values

@@ -12,11 +12,11 @@ __all__ = [
     "ARGUMENT_KEYS",
     "coerce_arguments",
     "dump",
+    "failure",
     "make_call",
     "read_value",
     "repair",
     "repair_calls",
-    "scan_detail",
 ]
 
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -40,14 +40,9 @@ _DETAILS = {
 _FENCE = re.compile(r"\A\s*```\w*\n(.*?)\n?```\s*\Z", re.DOTALL)
 
 
-def scan_detail(kind: str, key: str = "arguments") -> str:
-    """Return the sentence that explains an error kind to the model."""
-    return _DETAILS[kind].format(key=key)
-
-
 def failure(kind: str, span: tuple[int, int], key: str = "arguments") -> ParseError:
-    """Build an error of a known kind."""
-    return ParseError(kind=kind, span=span, detail=scan_detail(kind, key))
+    """Build an error of a known kind, with the sentence that explains it to the model."""
+    return ParseError(kind=kind, span=span, detail=_DETAILS[kind].format(key=key))
 
 
 def make_call(

@@ -63,9 +63,11 @@ def parse(text: str, context: Context) -> Parsed:
 
 
 def _begins_line(text: str, position: int) -> bool:
+    if position >= len(THINK_CLOSE) and text.startswith(THINK_CLOSE, position - len(THINK_CLOSE)):
+        return True
     before = text[max(position - 4, 0) : position]
     line = before.rpartition("\n")[2]
-    return not line.strip(" ") and (len(line) < 4)
+    return not line.strip(" ") and len(line) < 4
 
 
 def _close_of(text: str, code: int, last: dict[str, int]) -> re.Match[str] | None:

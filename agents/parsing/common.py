@@ -181,16 +181,13 @@ class _Walk:
     reasoning: list[str] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     flags: set[str] = field(default_factory=set)
-    thought_until: int = 0
-    """Where the last reasoning block that nobody opened ends; it began with the text."""
 
     def finish(self, text: str) -> Parsed:
-        first = text[: self.thought_until].replace(THINK_OPEN, "").replace(THINK_CLOSE, "")
         flags = self.flags.union(*(a.flags for a in self.attempts if isinstance(a, ParsedCall)))
         return Parsed(
             text=text,
             content="".join(self.content).strip().removeprefix("\ufeff"),
-            reasoning="\n".join(filter(None, map(str.strip, (first, *self.reasoning)))),
+            reasoning="\n".join(filter(None, map(str.strip, self.reasoning))),
             attempts=tuple(self.attempts),
             flags=frozenset(flags),
         )
@@ -207,7 +204,8 @@ def walk(
     """Walk over a completion from marker to marker.
 
     Calls inside reasoning are not calls; a closing tag nobody opened makes reasoning of all that
-    precedes it (the prompt opened it); reasoning that never ends hides what follows.
+    precedes it (the prompt opened it) unless a block has ended already; reasoning that never ends
+    hides what follows.
 
     Args:
         text: the completion.
@@ -234,9 +232,8 @@ def walk(
                 found.content.append(text[match.start() : position])
         elif marker == THINK_OPEN:
             position = _reason(text, match.start(), match.end(), context, found)
-        elif marker == THINK_CLOSE:
-            found.thought_until = match.start()
-            found.reasoning.clear()
+        elif marker == THINK_CLOSE and not found.reasoning:
+            found.reasoning.append(text[: match.start()])
             found.content.clear()
             found.attempts.clear()
         elif marker in fabricated:

@@ -165,8 +165,8 @@ def scan_value(text: str, position: int = 0, *, grammar: Grammar = "json") -> Sc
         text: where to read.
         position: where the value, or blanks before it, begins.
         grammar: `json` (RFC 8259), `python` (literals: strings on one line, numbers, True, False,
-            None, lists, dicts) or `lenient` (either, raw line breaks in strings, trailing commas,
-            unquoted nothing, containers closed by the end of the text).
+            None, lists, dicts) or `lenient` (either, with raw line breaks in strings, trailing
+            commas, and containers that the end of the text closes).
     """
     scanner = _Scanner(text, grammar)
     expect = "value"

@@ -36,7 +36,7 @@ _GREEK = {
     "Omega", "Phi", "Psi", "Sigma", "Theta", "ell", "hbar", "triangle", "angle",
 }  # fmt: skip
 _DECORATIONS = {"vec", "hat", "overline", "bar", "tilde", "overrightarrow", "widehat", "mathcal"}
-_MATRICES = {"matrix", "pmatrix", "bmatrix", "array", "smallmatrix"}
+_MATRICES = {"matrix", "pmatrix", "bmatrix", "array", "smallmatrix", "cases"}
 _LEFT = {"(": "(", "[": "[", r"\{": "{", "langle": "("}
 _RIGHT = {")": ")", "]": "]", r"\}": "}", "rangle": ")"}
 _SPANS = {"lfloor": ("rfloor", "floor"), "lceil": ("rceil", "ceil"), "|": ("|", "abs")}
@@ -124,12 +124,15 @@ class AtomReader(ABC):
     def _bracket(self, left: str) -> Node:
         outer, self.bars = self.bars, 0
         empty = self.token.text in _RIGHT
+        condition = left == "{" and self._skip_builder()
         inside = None if empty else self.nested(self.statement)
         right = _RIGHT.get(self.token.text) if self.token.kind in ("operator", "macro") else None
         if right is None or (left == "{") != (right == "}"):
             raise UnreadableError(f"bracket {left!r} is not closed")
         self.at += 1
         self.bars = outer
+        if condition and inside is not None:
+            return inside
         if inside is None:
             items: tuple[Node, ...] = ()
         elif isinstance(inside, Items):
@@ -139,6 +142,18 @@ class AtomReader(ABC):
         else:
             return inside
         return Group(cast(Any, left), items, cast(Any, right))
+
+    def _skip_builder(self) -> bool:
+        r"""Skip `x \mid` or `x :` of a set that is given by a condition on x."""
+        head = self.tokens[self.at : self.at + 4]
+        texts = [token.text for token in head]
+        for size in (2, 4):
+            if len(head) >= size and head[0].kind == "symbol" and texts[size - 1] in ("|", ":"):
+                if size == 4 and texts[1:3] != ["in", "set R"]:
+                    continue
+                self.at += size
+                return True
+        return False
 
     def _macro(self, name: str) -> Node:
         if name in _CONSTANTS:
@@ -266,8 +281,10 @@ class AtomReader(ABC):
             row.append(self.nested(self.statement))
         if row:
             rows.append(tuple(row))
-        if not rows or len({len(cells) for cells in rows}) > 1:
-            raise UnreadableError("the rows of the matrix differ in length")
+        if name == "cases" and all(len(cells) == 1 for cells in rows):
+            return Items(tuple(cells[0] for cells in rows))
+        if name == "cases" or not rows or len({len(cells) for cells in rows}) > 1:
+            raise UnreadableError("the rows differ in length")
         return Matrix(tuple(rows))
 
 
@@ -295,5 +312,7 @@ def subscripted(node: Node, subscript: str) -> Node:
     if isinstance(node, Symbol):
         return replace(node, name=f"{node.name}_{subscript}")
     if isinstance(node, Number) and node.whole and subscript.isdigit():
+        if int(subscript[:4]) == 10:
+            return node
         return Op("numeral", (Text(node.whole.lstrip("0") or "0"), Text(subscript)))
     raise UnreadableError(f"a subscript on {type(node).__name__.lower()}")

@@ -4,9 +4,11 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 from turngym.rewards.maths.exact import rational
+from turngym.rewards.maths.identity import proportional
 from turngym.rewards.maths.nodes import (
     Group,
     Items,
@@ -23,7 +25,6 @@ from turngym.rewards.maths.nodes import (
     UnreadableError,
     symbols,
 )
-from turngym.rewards.maths.numeric import proportional
 from turngym.rewards.maths.realsets import same_set
 from turngym.rewards.maths.shapes import is_name, normal, turned
 from turngym.rewards.maths.units import read_unit
@@ -84,7 +85,7 @@ def _stated(relation: Relation) -> Node | None:
         terms = terms[:exact]
     plain = (Symbol, Number, Op)
     constants = [term for term in terms if isinstance(term, plain) and not symbols(term)]
-    if any(not equal(a, b) for a, b in zip(constants, constants[1:], strict=False)):
+    if any(not equal(a, b) for a, b in pairwise(constants)):
         return None
     first, last = terms[0], terms[-1]
     if isinstance(last, Symbol) and not symbols(first):
@@ -112,7 +113,9 @@ def _equations(answer: Relation, gold: Relation) -> bool:
             return True
     if not all(isinstance(term, Number | Symbol | Op) for term in (*answer.terms, *gold.terms)):
         return False
-    sides = [Op("+", (left, Op("neg", (right,)))) for left, right in zip(names, values, strict=True)]
+    sides = [
+        Op("+", (left, Op("neg", (right,)))) for left, right in zip(names, values, strict=True)
+    ]
     return proportional(sides[0], sides[1])
 
 
@@ -130,7 +133,7 @@ def _pairwise(left: Sequence[Node], right: Sequence[Node]) -> bool:
 
 def _kind(node: Node) -> str:
     if isinstance(node, Items):
-        return "list"
+        return "points" if _is_set(node) else "list"
     if isinstance(node, Group):
         return "set" if node.left == "{" else "tuple"
     return "points" if _is_set(node) else ""
@@ -138,7 +141,8 @@ def _kind(node: Node) -> str:
 
 def _is_set(node: Node) -> bool:
     if isinstance(node, Items):
-        return all(isinstance(item, Relation) for item in node.items)
+        bounds = [item for item in node.items if isinstance(item, Relation) and item.ops != ("=",)]
+        return len(bounds) == len(node.items) and len(symbols(node)) == 1
     if isinstance(node, Op):
         return node.name in _SET_OPS or node.name.startswith("set ")
     return isinstance(node, Group)
@@ -159,8 +163,6 @@ def _collections(answer: Node, gold: Node) -> bool | None:
         return (fences == {"()"} or (kinds == {"tuple"} and len(fences) == 1)) and _pairwise(a, b)
     if kinds & {"tuple", "points"}:
         return _is_set(answer) and _is_set(gold) and same_set(answer, gold)
-    if len(a) != len(b) and _is_set(answer) and _is_set(gold) and kinds == {"list"}:
-        return same_set(answer, gold)
     return _unordered(a, b, repeat="set" not in kinds)
 
 

@@ -24,17 +24,14 @@ def rational(node: Node) -> Fraction | None:
     if isinstance(node, Number):
         return node.value
     if not isinstance(node, Op) or not node.args or node.name not in _RULES:
-        return _huge(node)
+        if isinstance(node, Op) and node.name == "huge":
+            raise TooLargeError("a number with too many digits")
+        return None
     if node.name == "^":
         return _power(*map(rational, node.args))
     values = [rational(part) for part in node.args]
     known = [value for value in values if value is not None]
     return _RULES[node.name](known) if len(known) == len(values) else None
-
-
-def _huge(node: Node) -> None:
-    if isinstance(node, Op) and node.name == "huge":
-        raise TooLargeError("a number with too many digits")
 
 
 def _bits(value: Fraction) -> int:

@@ -28,12 +28,17 @@ class Grade(NamedTuple):
 
 _PLACEHOLDER = re.compile(r"\[[A-Za-z ]*\]")
 _CHOICE = re.compile(r"\(?(?P<letter>[A-Z])\)?")
-_CHOSEN = re.compile(r"\(?(?P<letter>[A-Za-z])(?:\)|[.:](?=\s|$)|\)[.:])?(?P<rest>\s.*)?", re.DOTALL)
+_CHOSEN = re.compile(
+    r"\(?(?P<letter>[A-Za-z])(?:\)|[.:](?=\s|$)|\)[.:])?(?P<rest>\s.*)?", re.DOTALL
+)
 _OTHER_CHOICE = re.compile(r"(?<![A-Za-z])\(?[A-Z][).:](?:\s|$)")
+_IN_WORDS = re.compile(r"[A-Za-z]{4}|^(?:yes|no)$", re.IGNORECASE)
 _MACROS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|left|right)(?![A-Za-z])")
 _SPACING = re.compile(r"\\[ ,;:]|\\q?quad(?![A-Za-z])|~")
 _DELIMITERS = str.maketrans("", "", "{}$")
-_BEYOND = re.compile(r"\\(?:lim|int|iint|sum|prod|frac\{d\}|partial|nabla|operatorname)(?![A-Za-z])")
+_BEYOND = re.compile(
+    r"\\(?:lim|int|iint|sum|prod|frac\{d\}|partial|nabla|operatorname)(?![A-Za-z])"
+)
 
 
 def grade(
@@ -116,7 +121,7 @@ def _words(text: str) -> str:
 def _same_words(answer: str, gold: str) -> bool:
     """Compare answers in words: gold has a word of four letters or more, and no formula."""
     target = _words(gold)
-    if "\\" in target or not re.search(r"[A-Za-z]{4}", target) or re.search(r"[=^_<>*/+]", target):
+    if "\\" in target or not _IN_WORDS.search(target) or re.search(r"[=^_<>*/+]", target):
         return False
     return plain(_words(answer)) == plain(target)
 

@@ -8,6 +8,7 @@ r"""From tokens to a tree: a precedence parser for short written answers.
 Nesting is bounded, so that no input can exhaust the stack.
 """
 
+from fractions import Fraction
 from typing import Literal, cast
 
 from turngym.rewards.maths.atoms import (
@@ -27,6 +28,7 @@ from turngym.rewards.maths.nodes import (
     UnreadableError,
 )
 from turngym.rewards.maths.notation import Token
+from turngym.rewards.maths.units import MULTIPLES
 
 __all__ = ["parse"]
 
@@ -41,6 +43,7 @@ _SET_OPS = ("cup", "cap", "setminus")
 _SUM_OPS = ("+", "-", "pm", "mp")
 _NO_FACTOR = {*_RELATIONS, *_SET_OPS, *_SUM_OPS, "circ", "rangle", "rfloor", "rceil", "ldots"}
 _CURRENCY = {r"\$": "$", "€": "€", "£": "£"}
+_LABEL_MARKS = ("^", "/", "-", "{", "}")
 _WORDLIKE = {"-", "'", ".", ":", "(", ")", "!", "?"}
 
 
@@ -100,6 +103,10 @@ class _Parser(AtomReader):
             value = Op("neg", (value,))
         if self.token.kind == "text":
             label = self._label()
+            first, _, rest = label.partition(" ")
+            if multiple := MULTIPLES.get(first.lower()):
+                value = Op("*", (value, Number(Fraction(multiple))))
+                label = rest
             if label.lower() in ("percent", "percentage", "pct"):
                 return Op("percent", (value,))
             unit = unit or label
@@ -117,8 +124,8 @@ class _Parser(AtomReader):
     def _label(self) -> str:
         r"""Read words and their powers, as in `\text{cm}^2` or `\text{m}/\text{s}`."""
         parts: list[str] = []
-        while self.token.kind in ("text", "number") or self._operator() in ("^", "/", "-", "{", "}"):
-            if self._operator() == "}" and "{" not in parts:
+        while self.token.kind in ("text", "number") or self._operator() in _LABEL_MARKS:
+            if self._operator() == "}" and parts.count("{") == parts.count("}"):
                 break
             parts.append(f" {self.token.text}" if self.token.kind == "text" else self.token.text)
             self.at += 1
@@ -140,9 +147,11 @@ class _Parser(AtomReader):
         while (op := self._operator()) in _SET_OPS:
             self.at += 1
             right = self.nested(self._sum)
-            chained = isinstance(left, Op) and left.name == op != "setminus"
-            left = Op(op, (*left.args, right) if chained else (left, right))
-            changes += not chained
+            if isinstance(left, Op) and left.name == op != "setminus":
+                left = Op(op, (*left.args, right))
+            else:
+                left = Op(op, (left, right))
+                changes += 1
             if changes > MAX_MARKS:
                 raise UnreadableError(f"more than {MAX_MARKS} kinds of set operation in a row")
         return left

@@ -3,6 +3,7 @@ r"""From text to tokens: one spelling for everything that looks different and me
 `\dfrac12`, `\frac{1}{2}` and `½` give the same tokens, as do `70,000`, `70{,}000` and `70\,000`.
 Linear in the length of the text.
 """
+# ruff: noqa: RUF001 - the table's keys are the characters that look like others
 
 import re
 import unicodedata
@@ -40,28 +41,37 @@ _VULGAR = re.compile("[¼-¾⅐-⅞]")
 
 _SPACE = re.compile(
     r"\s+|~|\\[,;:!> ]|\\(?:q?quad|left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits"
-    r"|thinspace|mathstrut|notag|hfill|phantom\{[^{}]*\}|hspace\{[^{}]*\})(?![A-Za-z])"
+    r"|boxed|fbox|framebox|thinspace|mathstrut|notag|hfill|phantom\{[^{}]*\}|hspace\{[^{}]*\})(?![A-Za-z])"
 )
 _SEP = r"(?:\{,\}|,\\!|\\!,|\\,|\\;|\\:|\\ |~|[ \u00a0\u2009\u202f])\s{0,4}"
 _TAIL = r"(?:\.(?P<fraction>\d+))?"
-_GROUPED = re.compile(rf"(?P<whole>\d{{1,3}}(?:{_SEP}\d{{3}}){{1,40}})(?!\d|,\d|\s*/){_TAIL}")
+_GROUPED = re.compile(rf"(?P<whole>\d{{1,3}}(?:{_SEP}\d{{3}}){{1,100}})(?!\d|,\d|\s*/){_TAIL}")
 _COMMAS = re.compile(
-    rf"(?P<whole>[1-9]\d{{0,2}}(?:(?:,|{_SEP})\d{{3}}){{1,40}})(?!\d|,\d|\s*/){_TAIL}"
+    rf"(?P<whole>[1-9]\d{{0,2}}(?:(?:,|{_SEP})\d{{3}}){{1,100}})(?!\d|,\d|\s*/){_TAIL}"
 )
+_COMMA_POINT = re.compile(r"(?P<whole>\d+)\{,\}(?P<fraction>\d+)")
 _PLAIN = re.compile(rf"(?P<whole>\d+){_TAIL}|\.(?P<bare>\d+)")
 _REPEATING = re.compile(
     r"(?P<whole>\d{0,400})\.(?P<start>\d{0,400})"
     r"(?:\\(?:overline|bar|dot)\s*\{?(?P<bar>\d{1,400})\}?|\((?P<paren>\d{1,40})\)(?=\s*$))"
 )
+_ENDLESS = re.compile(
+    r"(?P<whole>\d{0,400})\.(?P<start>\d{0,60}?)(?P<bar>(?P<cycle>\d{1,20})(?P=cycle)(?P=cycle)?)"
+    r"(?:\.\.\.|\\(?:l|c)?dots(?![A-Za-z]))"
+)
 _MIXED = re.compile(r"(?P<whole>\d{1,9})\s+(?P<top>\d{1,9})\s*/\s*(?P<bottom>\d{1,9})(?![\d/.])")
-_SCIENTIFIC = re.compile(r"(?P<number>\d{1,400}(?:\.\d{1,400})?)[eE](?P<power>[+-]?\d{1,9})(?!\w|\.\d)")
+_SCIENTIFIC = re.compile(
+    r"(?P<number>\d{1,400}(?:\.\d{1,400})?)[eE](?P<power>[+-]?\d{1,9})(?!\w|\.\d)"
+)
 
 _TEXT = re.compile(
     r"\\(?P<font>text|textbf|textit|textrm|textsf|texttt|textnormal|mbox|hbox|mathrm|mathbf|mathit"
     r"|mathsf|mathtt|boldsymbol|bm|operatorname\*?)(?![A-Za-z])\s*(?:\{(?P<body>[^{}\\]{0,200})\})?"
 )
 _BLACKBOARD = re.compile(r"\\(?:mathbb|Bbb|mathbf|bold)\s*\{?\s*(?P<set>[NZQRC])\s*\}?(?![A-Za-z])")
-_ENVIRONMENT = re.compile(r"\\(?P<edge>begin|end)\s*\{(?P<name>[A-Za-z]+\*?)\}(?:\s*\{[lcr|\s]*\})?")
+_ENVIRONMENT = re.compile(
+    r"\\(?P<edge>begin|end)\s*\{(?P<name>[A-Za-z]+\*?)\}(?:\s*\{[lcr|\s]*\})?"
+)
 _MACRO = re.compile(r"\\(?:[A-Za-z]+|.)", re.DOTALL)
 _WORD = re.compile(r"[A-Za-z]+")
 _OPERATOR = re.compile(r"\*\*|<=|>=|!=|->|\.\.\.|.", re.DOTALL)
@@ -109,14 +119,16 @@ def clean(text: str) -> str:
         text = re.sub("[₀₁₂₃₄₅₆₇₈₉₊₋]+", lambda m: f"_{{{m[0].translate(_LOWERED)}}}", text)
         text = _VULGAR.sub(_vulgar, text).translate(_TABLE)
         text = unicodedata.normalize("NFKC", text).translate(_TABLE)
-    text = text.strip()
+    text = _without_full_stop(text.strip())
     for left, right in ((r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"), ("$", "$")):
         if len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right):
             text = text[len(left) : -len(right)].strip()
-    return text if text.endswith("...") else _without_full_stop(text)
+    return _without_full_stop(text)
 
 
 def _without_full_stop(text: str) -> str:
+    if text.endswith("..."):
+        return text
     stop = len(text)
     while stop and text[stop - 1] in ".,;: \t\n":
         stop -= 1
@@ -185,7 +197,9 @@ class _Lexer:
         symbol = found.group()
         if symbol == "$":
             symbol = r"\$"
-        self._operator({"**": "^", "<=": "le", ">=": "ge", "!=": "ne", "...": "ldots"}.get(symbol, symbol))
+        self._operator(
+            {"**": "^", "<=": "le", ">=": "ge", "!=": "ne", "...": "ldots"}.get(symbol, symbol)
+        )
         return found.end()
 
     def _operator(self, symbol: str) -> None:
@@ -197,7 +211,7 @@ class _Lexer:
 
     def _number(self, at: int) -> int:
         text = self.text
-        if found := _REPEATING.match(text, at):
+        if (found := _REPEATING.match(text, at)) or (found := _ENDLESS.match(text, at)):
             self._add("number", found.group(), _repeating(found))
         elif (found := _MIXED.match(text, at)) and int(found["top"]) < int(found["bottom"]):
             value = int(found["whole"]) + Fraction(int(found["top"]), int(found["bottom"]))
@@ -210,6 +224,7 @@ class _Lexer:
             found = (
                 (self._groups_commas() and _COMMAS.match(text, at))
                 or _GROUPED.match(text, at)
+                or _COMMA_POINT.match(text, at)
                 or _PLAIN.match(text, at)
             )
             if not found:  # a digit of another script
@@ -280,7 +295,9 @@ class _Lexer:
         if len(word) > 1 and lower in ("and", "or"):
             self._add("joiner", lower)
         elif word in _PLAIN_WORDS:
-            self._add("macro", {"infinity": "infty", "oo": "infty"}.get(word, _SAME_MACRO.get(word, word)))
+            self._add(
+                "macro", {"infinity": "infty", "oo": "infty"}.get(word, _SAME_MACRO.get(word, word))
+            )
         elif len(word) > 3 or (len(word) > 1 and lower in SHORT_WORDS):
             self._add("text", word)
         else:
@@ -295,7 +312,7 @@ class _Lexer:
 
 
 def _repeating(found: re.Match[str]) -> Number:
-    start, cycle = found["start"], found["bar"] or found["paren"]
+    start, cycle = found["start"], found["bar"] or found.groupdict().get("paren", "")
     value = Fraction(int((found["whole"] or "0") + start))
     value += Fraction(int(cycle), 10 ** len(cycle) - 1)
     return Number(value / 10 ** len(start))

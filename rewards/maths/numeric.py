@@ -1,12 +1,7 @@
-"""Numeric values at any precision, and the test that two expressions are the same function.
-
-Two constants are equal when their difference keeps shrinking as the precision grows; two
-expressions with variables are equal when they agree at fixed, irregular points (Schwartz-Zippel).
-"""
+"""Numeric values of expressions at any precision, with size guards."""
 
 import functools
 from collections.abc import Callable, Mapping
-from fractions import Fraction
 from typing import Any
 
 import mpmath
@@ -18,27 +13,12 @@ from turngym.rewards.maths.nodes import (
     Symbol,
     TooLargeError,
     UndefinedError,
-    symbols,
-    walk,
 )
 
-__all__ = ["context_of", "evaluate", "proportional", "same_value"]
+__all__ = ["Values", "context_of", "evaluate"]
 
 _MAX_POWER_BITS = 1 << 20
 _MAX_TERMS = 20_000
-_DIGITS = (40, 80, 160)
-_POINTS: tuple[tuple[Fraction, ...], ...] = tuple(
-    tuple(Fraction(sign(k) * ((k * 7919 + row * 104729 + 31) % 1009 + 311), 613) for k in range(24))
-    for row, sign in enumerate(
-        (
-            lambda k: 1,
-            lambda k: 1,
-            lambda k: 1 if k % 2 else -1,
-            lambda k: -1,
-            lambda k: -1 if k % 2 else 1,
-        )
-    )
-)
 
 Values = Mapping[str, Any]
 
@@ -76,7 +56,23 @@ def evaluate(node: Node, values: Values, context: Any) -> Any:
         raise UndefinedError(f"{node.name} has no value here") from error
     if not context.isfinite(value):
         raise UndefinedError(f"{node.name} has no finite value here")
+    if context.real_only and value.imag and not any(argument.imag for argument in arguments):
+        raise UndefinedError(f"{node.name} has no real value here")
     return value
+
+
+@functools.cache
+def context_of(digits: int, *, real_only: bool = False) -> Any:
+    """Return the mpmath context of a precision.
+
+    Args:
+        digits: decimal digits it works with.
+        real_only: roots and logarithms that leave the real line have no value.
+    """
+    context = mpmath.mp.clone()
+    context.dps = digits
+    context.real_only = real_only
+    return context
 
 
 def _power(context: Any, base: Any, exponent: Any) -> Any:
@@ -134,6 +130,9 @@ def _whole(name: str) -> Callable[..., Any]:
     return call
 
 
+_FUNCTIONS = (
+    "sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh",
+)  # fmt: skip
 _RULES: dict[str, Callable[..., Any]] = {
     "+": lambda context, *terms: context.fsum(terms),
     "*": lambda context, *factors: context.fprod(factors),
@@ -155,10 +154,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "pi": lambda context: +context.pi,
     "e": lambda context: +context.e,
     "i": lambda context: context.mpc(0, 1),
-    **{
-        name: _function(name)
-        for name in "sin cos tan cot sec csc asin acos atan sinh cosh tanh".split()
-    },
+    **{name: _function(name) for name in _FUNCTIONS},
 }
 
 
@@ -204,103 +200,3 @@ _BINDERS: dict[str, Callable[[Op, Values, Any], Any]] = {
     "product": _series,
     "integral": _integral,
 }
-
-
-def same_value(left: Node, right: Node) -> bool:
-    """Tell whether two expressions have the same value, or the same value wherever both are real.
-
-    Raises:
-        UndefinedError: no point at which both have a value.
-        TooLargeError: a size guard stopped the evaluation.
-    """
-    names = sorted(symbols(left) | symbols(right))
-    if any(isinstance(part, Op) and part.name == "integral" for n in (left, right) for part in walk(n)):
-        return _close(left, right, 20, 1e-12)
-    if not names:
-        return _vanishes(left, right, {})
-    compared = 0
-    for point in _POINTS:
-        values = _at(names, point)
-        try:
-            if not _comparable(left, right, values):
-                continue
-            if not _vanishes(left, right, values):
-                return False
-        except UndefinedError:
-            continue
-        compared += 1
-    if compared < 2:
-        raise UndefinedError("no point at which both expressions have a value")
-    return True
-
-
-def _at(names: list[str], point: tuple[Fraction, ...]) -> dict[str, Fraction]:
-    if len(names) > len(point):
-        raise UndefinedError(f"more than {len(point)} variables")
-    return dict(zip(names, point, strict=False))
-
-
-@functools.cache
-def context_of(digits: int) -> Any:
-    """Return the mpmath context that works with so many decimal digits."""
-    context = mpmath.mp.clone()
-    context.dps = digits
-    return context
-
-
-def _pair(left: Node, right: Node, values: Mapping[str, Fraction], digits: int) -> tuple[Any, Any]:
-    context = context_of(digits)
-    numbers = {
-        name: context.mpf(value.numerator) / value.denominator for name, value in values.items()
-    }
-    return evaluate(left, numbers, context), evaluate(right, numbers, context)
-
-
-def _comparable(left: Node, right: Node, values: Mapping[str, Fraction]) -> bool:
-    """Outside the domain of one side (a logarithm of a negative number) nothing is compared."""
-    a, b = _pair(left, right, values, 20)
-    return bool(a.imag) == bool(b.imag) or abs(a.imag - b.imag) < 1e-12 * (1 + abs(a))
-
-
-def _vanishes(left: Node, right: Node, values: Mapping[str, Fraction]) -> bool:
-    """A true difference stays as the precision grows; a rounding error shrinks with it."""
-    previous: Any = None
-    for digits in _DIGITS:
-        a, b = _pair(left, right, values, digits)
-        gap = abs(a - b)
-        if previous is not None:
-            if gap <= previous * 1e-25:
-                return True
-            if previous:
-                return False
-        previous = gap
-    return False
-
-
-def _close(left: Node, right: Node, digits: int, tolerance: float) -> bool:
-    a, b = _pair(left, right, {}, digits)
-    return bool(abs(a - b) <= tolerance * max(1, abs(a), abs(b)))
-
-
-def proportional(left: Node, right: Node) -> bool:
-    """Tell whether one expression is a constant, non-zero multiple of the other.
-
-    Raises:
-        UndefinedError: no two points at which both have a value.
-        TooLargeError: a size guard stopped the evaluation.
-    """
-    names = sorted(symbols(left) | symbols(right))
-    if symbols(left) != symbols(right):
-        return False
-    ratios: list[Any] = []
-    for point in _POINTS:
-        try:
-            a, b = _pair(left, right, _at(names, point), 40)
-        except UndefinedError:
-            continue
-        if not a or not b:
-            return False
-        ratios.append(a / b)
-    if len(ratios) < 3:
-        raise UndefinedError("too few points at which both expressions have a value")
-    return all(abs(ratio - ratios[0]) < 1e-25 * abs(ratios[0]) for ratio in ratios)

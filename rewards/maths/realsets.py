@@ -71,7 +71,9 @@ def real_set(node: Node) -> Pieces:
             return _from_relation(node)
         case Items(items, word):
             _same_variable(items)
-            return real_set(Op("cap" if word == "and" else "cup", items))
+            # "x < 1, x > 3" is a union, but "x != 1, x != 3" excludes both.
+            both = word == "and" or all(getattr(item, "ops", ()) == ("!=",) for item in items)
+            return real_set(Op("cap" if both else "cup", items))
     raise UnreadableError("no subset of the real line")
 
 

@@ -55,7 +55,9 @@ def _spread(node: Node) -> Node:
         return node
     linked = "mp" in marks
     choices = product((1, -1), repeat=1 if linked else len(marks))
-    return Items(tuple(_signed(node, list(signs) * (len(marks) if linked else 1)) for signs in choices))
+    return Items(
+        tuple(_signed(node, list(signs) * (len(marks) if linked else 1)) for signs in choices)
+    )
 
 
 def _signed(node: Node, signs: list[int]) -> Node:

@@ -19,7 +19,12 @@ def same_symbolically(answer: str, gold: str) -> bool:
     if max(len(answer), len(gold)) > MAX_LENGTH:
         return False
     read = [
-        parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
+        parse(
+            f"${text}$",
+            [LatexExtractionConfig()],
+            fallback_mode="no_fallback",
+            parsing_timeout=None,
+        )
         for text in (gold, answer)
     ]
     if not read[0] or not read[1]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from turngym.rewards.maths.nodes import UnreadableError
 
-__all__ = ["SHORT_WORDS", "UNIT_LETTERS", "Unit", "read_unit"]
+__all__ = ["MULTIPLES", "SHORT_WORDS", "UNIT_LETTERS", "Unit", "read_unit"]
 
 
 class Unit(NamedTuple):
@@ -44,16 +44,28 @@ _UNITS = {
     for aliases, size in names.items()
     for alias in aliases.split()
 }
+MULTIPLES = {
+    "dozen": 12,
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
 UNIT_LETTERS = frozenset("mgshlLJNWVAKCF")
 SHORT_WORDS = frozenset(
     name for name in [*_UNITS, "mph", "kph", "sq", "cu", "per"] if 1 < len(name) < 4
 ) - {"in"}
 
 _NO_LABEL = frozenset(
-    "not no nor none is isn was are be or and to if but except without wrong either than between "
-    "about around approximately less more least most nearly almost false true".split()
-)
+    {
+        "not", "no", "nor", "none", "is", "isn", "was", "are", "be", "or", "and", "to", "if", "but",
+        "except", "without", "wrong", "either", "than", "between", "about", "around", "less",
+        "approximately", "more", "least", "most", "nearly", "almost", "false", "true",
+    }
+)  # fmt: skip
 _COMPOUND = {"mph": "mi/h", "kph": "km/h"}
+_STRAY_DIGIT = re.compile(r"(?<![\^{\-A-Za-z])\d|\d\d")
 _PART = re.compile(r"(?P<name>[A-Za-z$€£¢°]+)\.?(?:\^?\{?(?P<power>-?\d)\}?)?")
 
 
@@ -69,7 +81,7 @@ def read_unit(label: str) -> Unit | None:
         UnreadableError: the words are more than a label ("or more", "is wrong", a sentence).
     """
     words = re.findall(r"[A-Za-z]+", label.lower())
-    if len(words) > 4 or not _NO_LABEL.isdisjoint(words):
+    if len(words) > 4 or not _NO_LABEL.isdisjoint(words) or _STRAY_DIGIT.search(label):
         raise UnreadableError(f"{label!r} is no unit or label")
     powers: dict[str, int] = {}
     factor = Fraction(1)

@@ -5,8 +5,9 @@ from fractions import Fraction
 from typing import TypeGuard
 
 from turngym.rewards.maths.exact import rational
+from turngym.rewards.maths.identity import same_value
 from turngym.rewards.maths.nodes import Node, Number, Op, Text
-from turngym.rewards.maths.numeric import context_of, evaluate, same_value
+from turngym.rewards.maths.numeric import context_of, evaluate
 
 __all__ = ["MIN_DIGITS", "equal", "nearly"]
 
@@ -29,7 +30,9 @@ def equal(answer: Node, gold: Node) -> bool:
         return _infinite(answer) == _infinite(gold)
     if _named(answer, "numeral") or _named(gold, "numeral"):
         # The base may be left out, but a numeral is no decimal number.
-        return _named(gold, "numeral") and Text(getattr(answer, "whole", None) or "") == gold.args[0]
+        return (
+            _named(gold, "numeral") and Text(getattr(answer, "whole", None) or "") == gold.args[0]
+        )
     if _named(answer, "ratio") or _named(gold, "ratio"):
         return _same_ratio(answer, gold)
     if _named(gold, "percent") and not _named(answer, "percent") and equal(answer, gold.args[0]):

@@ -24,6 +24,10 @@ over stdin and stdout (a container: ``python3 -I -c PROGRAM`` with the program o
     read       path, max_bytes                  ok; the body is the data
     list                                        files: [relative paths]
     ping                                        ok
+    fork       (a socket as SCM_RIGHTS)         ok; a copy of the session serves the other end of
+                                                that socket: it begins with a `ready` event that has
+                                                `lost`: [texts]. This session is frozen from now on:
+                                                it can be forked again, not execute (`fork.py`)
 
    A failed file request is answered by ``errno`` and ``message``.
    A result has: status, stdout, stderr, stdout_bytes, stderr_bytes, truncated, result (text or
@@ -41,10 +45,12 @@ import os
 import secrets
 import select
 import signal
+import socket
+import stat
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from turngym.sandboxes.inside.cell import Cell
 from turngym.sandboxes.inside.files import list_files, read_file, write_file
@@ -55,8 +61,21 @@ from turngym.sandboxes.inside.processes import Processes, Watch, rss_bytes
 __all__ = ["Init"]
 
 PROTOCOL = 1
+_CHUNK = 1 << 16
 _MAX_SLEEP_S = 1.0
-_REAP_S = 0.02
+_POLL_S = 0.02
+_REAP_S = 0.1
+"""Pause between two looks for dead children where nothing announces their death."""
+
+
+class Fork(Protocol):
+    """Makes a copy of a session that serves the host end `link` belongs to."""
+
+    def __call__(
+        self, interpreter: Interpreter, workspace: str, link: int, *, frozen: bool
+    ) -> None:
+        """Fork; OSError when it fails. `frozen`: it is not the first fork of this state."""
+        ...
 
 
 class Init:
@@ -68,6 +87,7 @@ class Init:
         confine: takes the worker's rights away, called in the worker with the limits.
         isolated: this process is PID 1 of its PID namespace.
         prepare: called once with the limits, before the first worker; returns the workspace.
+        fork: serves the operation of that name, where the backend has one.
     """
 
     def __init__(
@@ -78,10 +98,16 @@ class Init:
         *,
         isolated: bool,
         prepare: Callable[[dict[str, Any]], str] | None = None,
+        fork: Fork | None = None,
     ) -> None:
         self._in, self._out = host_in, host_out
+        is_socket = stat.S_ISSOCK(os.fstat(host_in).st_mode)
+        self._socket = socket.socket(fileno=os.dup(host_in)) if is_socket else None
+        self._descriptors: list[int] = []
         self._confine = confine
         self._prepare = prepare
+        self._fork = fork
+        self._frozen = False
         self._processes = Processes(isolated=isolated)
         self._reader = FrameReader()
         self._cell: Cell | None = None
@@ -90,11 +116,25 @@ class Init:
 
     def run(self) -> NoReturn:
         """Serve until the host hangs up."""
+        self._serve(lambda: self._configure(self._first_frame()))
+
+    def resume(self, interpreter: Interpreter, workspace: str, lost: list[str]) -> NoReturn:
+        """Serve a session whose interpreter stands already: the new end of a fork."""
+
+        def take_over() -> None:
+            self._limits, self._workspace = interpreter.limits, workspace
+            self._interpreter, self._processes = interpreter, interpreter.processes
+            self._watch = Watch((int(self._limits["memory_mb"]) << 20) + rss_bytes())
+            self._announce(lost=lost)
+
+        self._serve(take_over)
+
+    def _serve(self, begin: Callable[[], None]) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         status = 0
         try:
-            self._configure(self._first_frame())
+            begin()
             while True:
                 self._turn()
         except (EOFError, FrameError, BrokenPipeError, ConnectionResetError):
@@ -113,7 +153,11 @@ class Init:
         return frame[0]
 
     def _receive(self) -> None:
-        data = os.read(self._in, 1 << 20)
+        if self._socket is None:
+            data = os.read(self._in, _CHUNK)
+        else:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, _CHUNK, 4)
+            self._descriptors += descriptors
         if not data:
             raise EOFError("the host hung up")
         self._reader.feed(data)
@@ -126,8 +170,11 @@ class Init:
         self._interpreter = Interpreter(limits, self._workspace, self._confine, self._processes)
         self._watch = Watch((int(limits["memory_mb"]) << 20) + rss_bytes())
         self._interpreter.start()
+        self._announce()
+
+    def _announce(self, **more: object) -> None:
         version = ".".join(map(str, sys.version_info[:3]))
-        self._send({"event": "ready", "python": version, "protocol": PROTOCOL})
+        self._send({"event": "ready", "python": version, "protocol": PROTOCOL, **more})
 
     def _send(self, message: dict[str, Any], body: bytes = b"") -> None:
         view = memoryview(encode(message, body))
@@ -164,7 +211,7 @@ class Init:
         poll = select.poll()
         poll.register(self._in, select.POLLIN)
         interpreter = self._interpreter
-        wait_s = _MAX_SLEEP_S
+        wait_s = _REAP_S if self._frozen else _MAX_SLEEP_S
         if self._cell is not None:
             if not interpreter.hung_up:
                 poll.register(interpreter.channel, interpreter.wanted_events())
@@ -172,15 +219,15 @@ class Init:
                 if not stream.ended:
                     poll.register(stream.fd, select.POLLIN)
             wait_s = min(wait_s, self._cell.next_check_s())
-        if interpreter.pidfd >= 0 and not self._spent:
+        if interpreter.pidfd >= 0 and not (self._spent or self._frozen):
             poll.register(interpreter.pidfd, select.POLLIN)
         elif self._cell is not None:
-            wait_s = min(wait_s, _REAP_S)
+            wait_s = min(wait_s, _POLL_S)
         return {fd for fd, _ in poll.poll(max(0.0, wait_s * 1000))}
 
     def _watch_idle(self) -> bool:
         """Between cells: the worker died, or what it left running uses too much memory."""
-        if self._spent:
+        if self._spent or self._frozen:
             return False
         if self._interpreter.exit_status is not None:
             return True
@@ -197,6 +244,7 @@ class Init:
             "program": self._execute,
             "interrupt": self._interrupt,
             "reset": self._reset,
+            "fork": self._branch,
             "write": self._write,
             "read": self._read,
             "list": self._list,
@@ -215,8 +263,8 @@ class Init:
     def _execute(self, message: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
         if self._cell is not None:
             raise OSError(errno.EBUSY, "a cell is running; cells run one after another")
-        if self._spent:
-            raise OSError(errno.ESHUTDOWN, "the session has run a program and is used up")
+        if self._spent or self._frozen:
+            raise OSError(errno.ESHUTDOWN, "the session ran a program or was forked: it is used up")
         if self._interpreter.spoke_unasked():
             self._replace()
         token = secrets.token_bytes(32)
@@ -260,6 +308,23 @@ class Init:
         self._interpreter.replace()
         self._lost_unseen = False
         return {"generation": self._interpreter.generation}, b""
+
+    def _branch(self, message: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        if self._fork is None or not self._descriptors:
+            raise OSError(errno.ENOSYS, "this session cannot be forked")
+        link = self._descriptors.pop(0)
+        try:
+            if self._cell is not None or self._spent:
+                raise OSError(errno.EBUSY, "only an idle session can be forked")
+            if self._interpreter.exit_status is not None or self._interpreter.spoke_unasked():
+                if self._frozen:
+                    raise OSError(errno.ESHUTDOWN, "the forked interpreter is dead")
+                self._replace()
+            self._fork(self._interpreter, self._workspace, link, frozen=self._frozen)
+        finally:
+            os.close(link)
+        self._frozen = True
+        return {"ok": True}, b""
 
     def _write(self, message: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
         write_file(self._workspace, str(message["path"]), body)

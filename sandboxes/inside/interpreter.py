@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+from turngym.sandboxes.inside.branch import CHANNEL
 from turngym.sandboxes.inside.frames import FrameError, unpack
 from turngym.sandboxes.inside.output import Capture
 from turngym.sandboxes.inside.processes import Processes
@@ -35,7 +36,7 @@ class Interpreter:
     ) -> None:
         self.limits = limits
         self._workspace = workspace
-        self._confine = confine
+        self.confine = confine
         self.processes = processes
         self.generation = 0
         self.exit_status: int | None = None
@@ -49,13 +50,13 @@ class Interpreter:
             4 * int(limits["result_chars"]) + (int(limits["artifact_mb"]) << 20) + (1 << 18)
         )
 
-    def start(self, prepare: Callable[[Worker], None] | None = None) -> None:
+    def start(self) -> None:
         """Fork a worker from this process."""
         streams = self.make_streams()
         pid = os.fork()
         if pid == 0:
             try:
-                self._become_worker(streams, prepare)
+                self._become_worker(streams)
             finally:
                 os._exit(70)
         for fd in streams:
@@ -84,19 +85,17 @@ class Interpreter:
         except OSError:
             self.pidfd = -1  # an old kernel or a container's filter: `reap` is polled instead
 
-    def _become_worker(self, streams: Streams, prepare: Callable[[Worker], None] | None) -> None:
+    def _become_worker(self, streams: Streams) -> None:
         os.setsid()
         channel, out, err = (os.dup2(fd, 200 + n) for n, fd in enumerate(streams))
         null = os.open("/dev/null", os.O_RDONLY)
         for fd, number in ((null, 0), (out, 1), (err, 2)):
             os.dup2(fd, number, inheritable=True)
-        os.dup2(channel, 3, inheritable=False)
-        os.closerange(4, 1 << 16)
+        os.dup2(channel, CHANNEL, inheritable=False)
+        os.closerange(CHANNEL + 1, 1 << 16)
         os.chdir(self._workspace)
-        worker = Worker(socket.socket(fileno=3), self._workspace, self.limits)
-        if prepare is not None:
-            prepare(worker)
-        self._confine(self.limits)
+        worker = Worker(socket.socket(fileno=CHANNEL), self._workspace, self.limits)
+        self.confine(self.limits)
         worker.serve()
 
     def replace(self) -> None:
@@ -106,9 +105,13 @@ class Interpreter:
         self.start()
 
     def stop(self) -> None:
-        """Kill every process of the session and let go of the worker's descriptors."""
+        """Kill every process of the session."""
         self.processes.kill_all()
         self.processes.reap_all()
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the worker's descriptors."""
         self.channel.close()
         for fd in (self.out.fd, self.err.fd, self.pidfd):
             if fd >= 0:

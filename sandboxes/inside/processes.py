@@ -81,6 +81,16 @@ def is_zombie(pid: int) -> bool:
         return True
 
 
+def name_of(pid: int) -> str:
+    """The command of a process, for messages."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read(200).replace(b"\0", b" ").decode("utf-8", "replace").strip()
+    except OSError:
+        words = ""
+    return f"{pid} ({words or 'unknown'})"
+
+
 def cpu_s(pid: int) -> float:
     """CPU seconds of all threads of a live process, 0 when it is gone."""
     try:

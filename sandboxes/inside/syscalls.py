@@ -93,7 +93,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
-    """Attach a file system; see mount(2)."""
+    """Attach a file system."""
     options = None if data is None else data.encode()
     name = None if kind is None else kind.encode()
     result = _libc.mount(os.fsencode(source), os.fsencode(target), name, flags, options)

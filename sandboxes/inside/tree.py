@@ -4,6 +4,7 @@ import os
 import sys
 from typing import Any
 
+from turngym.sandboxes.inside.copy import copy_folder
 from turngym.sandboxes.inside.syscalls import (
     MS_BIND,
     MS_NODEV,
@@ -86,7 +87,7 @@ def _visible(paths: list[str]) -> list[str]:
 
 def _make_place(path: str, *, is_folder: bool) -> None:
     os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
-    if not is_folder:
+    if not is_folder and not os.path.lexists(path):
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644))
 
 
@@ -106,21 +107,32 @@ def _make_links() -> None:
 _STREAMS = ("stdin", "stdout", "stderr")
 
 
-def mount_private(limits: dict[str, Any], paths: list[str]) -> None:
+def mount_private(limits: dict[str, Any], paths: list[str], *, copy: bool) -> list[str]:
     """Give this session's mount namespace its own writable folders and its own /proc.
 
     Args:
         limits: `disk_mb` and `inodes` bound each folder.
         paths: shown paths; those below a private folder are put back into it.
+        copy: take over what the folders hold now.
+
+    Returns:
+        What could not be taken over, in words.
     """
+    lost = []
     size = f"size={int(limits['disk_mb'])}m,nr_inodes={int(limits['inodes'])}"
     for folder, mode in PRIVATE.items():
         inner = [path for path in paths if path.startswith(folder + "/") and os.path.exists(path)]
         held = [(path, os.open(path, os.O_PATH)) for path in inner]
+        old = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, f"{size},mode={mode}")
+        if copy:
+            lost += copy_folder(old, os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+        else:
+            os.close(old)
         for path, fd in held:
             source = f"/proc/self/fd/{fd}"
             _make_place(path, is_folder=os.path.isdir(source))
             mount(source, path, None, MS_BIND | MS_REC)
             os.close(fd)
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    return lost

@@ -9,7 +9,7 @@ A request packet is ``[token, kind, *fields]``; the answer is ``[token, outcome,
     cell     source                -> ok     has_result, result, mime, data, mime, data, ...
     program  source, stdin, *argv  -> the process ends; an uncaught exception is answered first
                                       error  name, value, traceback
-    branch   (see `branch.py`)     -> branched
+    branch   (see `branch.py`)     -> branched  lost, lost, ...
 """
 
 import _signal  # type: ignore[import-not-found]
@@ -28,6 +28,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from turngym.sandboxes.inside.branch import CHANNEL, branch
 from turngym.sandboxes.inside.display import artifacts
 from turngym.sandboxes.inside.frames import pack, unpack
 from turngym.sandboxes.inside.output import clip
@@ -56,9 +57,7 @@ class Worker:
     """Serve requests of init until it hangs up."""
 
     def __init__(self, channel: socket.socket, workspace: str, limits: dict[str, Any]) -> None:
-        self._channel = channel
-        self._receive_message = channel.recvmsg
-        self._send_all = channel.sendall
+        self._use(channel)
         self._pid = _getpid()
         self._workspace = workspace
         self._result_chars = int(limits["result_chars"])
@@ -68,7 +67,11 @@ class Worker:
         self._token = b""
         self._streams: list[io.TextIOWrapper] = []
         self._main = types.ModuleType("__main__")
-        self.branch: Callable[[list[bytes], list[int]], list[bytes]] | None = None
+
+    def _use(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._receive_message = channel.recvmsg
+        self._send_all = channel.sendall
 
     def serve(self) -> NoReturn:
         """Answer requests; never returns."""
@@ -76,6 +79,7 @@ class Worker:
         sys.argv = [""]
         sys.path.insert(0, self._workspace)
         self._make_streams()
+        self._pipes = _fstat(1).st_ino, _fstat(2).st_ino
         _ignore_interrupts()
         while True:
             self._token, kind, *fields = self._receive()
@@ -94,11 +98,23 @@ class Worker:
     def _answer(self, kind: bytes, fields: list[bytes]) -> list[bytes]:
         if kind == b"program":
             self._program(fields[0], fields[1], [part.decode("utf-8") for part in fields[2:]])
-        if kind == b"branch" and self.branch is not None:
-            answer = self.branch(fields, self._received_fds)
-            self._pid = _getpid()
-            return answer
+        if kind == b"branch":
+            return self._branch(self._received_fds)
         return self._cell(fields[0])
+
+    def _branch(self, descriptors: list[int]) -> list[bytes]:
+        """Answer as the template on the old channel, and as the copy on the new one."""
+        loop, self._loop = self._loop, None
+        self._flush()
+        lost = branch(descriptors, self._pipes, self._workspace, loop)
+        if lost is None:
+            self._loop = loop
+            return [b"branched"]
+        self._channel.detach()
+        self._use(socket.socket(fileno=CHANNEL))
+        self._pipes = _fstat(1).st_ino, _fstat(2).st_ino
+        self._pid = _getpid()
+        return [b"branched", *(_encode(text) for text in lost)]
 
     def _receive(self) -> list[bytes]:
         """Return the next request; file descriptors that came along are in `_received_fds`."""

@@ -20,8 +20,10 @@ import sys
 from typing import Any, NoReturn
 
 from turngym.sandboxes.inside.confine import Confinement, drop_capabilities
+from turngym.sandboxes.inside.fork import Forker
 from turngym.sandboxes.inside.frames import encode
 from turngym.sandboxes.inside.init import Init
+from turngym.sandboxes.inside.interpreter import Interpreter
 from turngym.sandboxes.inside.landlock import restrict
 from turngym.sandboxes.inside.syscalls import (
     CLONE_NEWIPC,
@@ -235,41 +237,63 @@ class Session:
     def __init__(self, config: dict[str, Any], folder: str) -> None:
         self._config = config
         self._level = config["level"]
+        self._isolated = self._level == "namespaces"
         self._folder = folder
 
     def serve(self, link: int) -> NoReturn:
         """Set up what the level offers and serve the host."""
-        isolated = self._level == "namespaces"
-        if isolated:
+        self._settle()
+        Init(
+            link,
+            link,
+            self._confine,
+            isolated=self._isolated,
+            prepare=self._prepare,
+            fork=self._forker() if self._isolated else None,
+        ).run()
+
+    def _settle(self) -> None:
+        if self._isolated:
             user, group = self._config["ids"]
             write_id_maps(_INSIDE_ID, user, _INSIDE_ID, group)
             socket.sethostname("sandbox")
             bring_loopback_up()
+            self._config["ids"] = _INSIDE_ID, _INSIDE_ID
         else:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         prctl(PR_SET_DUMPABLE, 0)
-        confinement = Confinement(
+
+    def _confine(self, limits: dict[str, Any]) -> None:
+        """Take the worker's rights away; runs in the worker."""
+        if not self._isolated:
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        Confinement(
             filter_calls=self._level != "none",
             lone=self._level == "landlock",
-            count_processes=isolated,
-        )
-
-        def confine(limits: dict[str, Any]) -> None:
-            if not isolated:
-                prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            confinement.apply(limits)
-            if self._level == "landlock":
-                restrict([*SYSTEM, *self._config["paths"]], [self._folder])
-
-        Init(link, link, confine, isolated=isolated, prepare=self._prepare).run()
+            count_processes=self._isolated,
+        ).apply(limits)
+        if self._level == "landlock":
+            restrict([*SYSTEM, *self._config["paths"]], [self._folder])
 
     def _prepare(self, limits: dict[str, Any]) -> str:
         """Make the session's folders; returns the workspace."""
-        if self._level == "namespaces":
-            mount_private(limits, self._config["paths"])
+        if self._isolated:
+            mount_private(limits, self._config["paths"], copy=False)
             return "/workspace"
         for name in ("workspace", "tmp"):
             os.makedirs(os.path.join(self._folder, name), mode=0o700)
         os.environ["TMPDIR"] = os.path.join(self._folder, "tmp")
         os.environ["HOME"] = os.path.join(self._folder, "workspace")
         return os.path.join(self._folder, "workspace")
+
+    def _forker(self) -> Forker:
+        def settle(limits: dict[str, Any]) -> list[str]:
+            prctl(PR_SET_DUMPABLE, 1)  # else its own /proc entries are not writable for it
+            self._settle()
+            return mount_private(limits, self._config["paths"], copy=True)
+
+        def serve(link: int, interpreter: Interpreter, workspace: str, lost: list[str]) -> NoReturn:
+            init = Init(link, link, self._confine, isolated=True, fork=self._forker())
+            init.resume(interpreter, workspace, lost)
+
+        return Forker(settle, serve)

@@ -85,6 +85,45 @@ def test_a_cancelled_call_that_has_not_begun_never_runs() -> None:
     assert ran == []
 
 
+def test_no_call_is_lost_in_a_crowd_of_short_long_failing_and_cancelled_ones() -> None:
+    async def one(pool: BlockingPool, number: int) -> int:
+        if number % 7 == 0:
+            task = asyncio.create_task(pool.call(lambda: number))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return number
+        if number % 5 == 0:
+            with pytest.raises(ZeroDivisionError):
+                await pool.call(lambda: 1 // 0, timeout_s=5.0)
+            return number
+
+        def work() -> int:
+            time.sleep(0.002 if number % 3 == 0 else 0.0)
+            return number
+
+        return await pool.call(work, timeout_s=5.0)
+
+    async def main() -> None:
+        pool = BlockingPool(8, name="test-pool")
+        for _ in range(5):
+            numbers = await asyncio.gather(*(one(pool, number) for number in range(300)))
+            assert numbers == list(range(300))
+        pool.close()
+
+    asyncio.run(main())
+
+
+def test_blocking_calls_run_side_by_side() -> None:
+    async def main() -> None:
+        pool = BlockingPool(32, name="test-pool")
+        barrier = threading.Barrier(32)
+        await asyncio.gather(*(pool.call(lambda: barrier.wait(10)) for _ in range(32)))
+        pool.close()
+
+    asyncio.run(main())
+
+
 INTERRUPTED = """
 import asyncio, sys
 from turngym.agents.threads import LoopThread

@@ -309,7 +309,7 @@ def test_every_call_gets_one_message_in_call_order() -> None:
         {"role": "tool", "content": "2", "tool_call_id": "call_7", "name": "add"},
         {
             "role": "tool",
-            "content": "the tool call could not be read: malformed_json",
+            "content": "the call could not be read: malformed_json",
             "tool_call_id": "call_3_1",
         },
         {
@@ -320,7 +320,7 @@ def test_every_call_gets_one_message_in_call_order() -> None:
         },
         {
             "role": "tool",
-            "content": "the tool call could not be read: truncated",
+            "content": "the call could not be read: truncated",
             "tool_call_id": "call_3_3",
         },
     )

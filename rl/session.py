@@ -37,7 +37,7 @@ from turngym.rl.trainer import Trainer
 from turngym.rl.weights import Canary
 from turngym.tracking import Many, Tracker, make_tracker, write_json
 
-__all__ = ["Observer", "TrainSession"]
+__all__ = ["Observer", "Quiet", "TrainSession", "train"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,43 @@ class Observer(Protocol):
     def evaluated(self, name: str, report: Report) -> None:
         """Take the numbers of an evaluation."""
         ...
+
+
+class Quiet:
+    """An observer that shows nothing."""
+
+    @contextlib.contextmanager
+    def stage(self, name: str, total: int) -> Iterator[Callable[..., None]]:
+        """Follow nothing."""
+        yield lambda done, note="": None
+
+    def evaluated(self, name: str, report: Report) -> None:
+        """Show nothing; `evaluations/` in the run folder holds the numbers."""
+
+
+def train(
+    config: TrainConfig,
+    env_kwargs: Mapping[str, Any] | None = None,
+    observer: Observer | None = None,
+) -> Path:
+    """Run a whole training: cold start, evaluation, reinforcement learning, evaluation.
+
+    Args:
+        config: the run.
+        env_kwargs: arguments of the environment.
+        observer: follows progress; None = nothing is shown.
+
+    Returns:
+        Folder of the trained model.
+
+    Raises:
+        ConfigError: settings contradict each other, or the run folder holds another run.
+        CheckpointError: the run folder cannot be written, or there is nothing to resume.
+        CircuitBreakerError: too many episodes failed for the world's fault.
+    """
+    with TrainSession(config, env_kwargs or {}, observer or Quiet()) as session:
+        session.run()
+    return config.run / "model"
 
 
 class TrainSession:

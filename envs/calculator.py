@@ -15,10 +15,11 @@ Rewards, all at the end, so that a call as such is worth nothing:
     success (0.0)  all three: the figure to report
 """
 
+import json
 import operator
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from turngym.envs.calls import make_call
@@ -27,7 +28,7 @@ from turngym.envs.tasks import Draft, TaskSet
 from turngym.envs.tools import tool
 from turngym.errors import ConfigError, ToolError
 from turngym.rewards.base import EpisodeView, reward
-from turngym.types import Action
+from turngym.types import Action, Message, Task
 
 __all__ = ["Calculator", "calc"]
 
@@ -50,7 +51,11 @@ _LEVELS: Mapping[int, tuple[tuple[int, int], int]] = {
 _BINARY = re.compile(r"\s*(-?\d{1,30})\s*([-+*])\s*(-?\d{1,30})\s*", re.ASCII)
 _ANSWER = re.compile(r"<answer>\s*(-?\d+)\s*</answer>", re.ASCII)
 
-THINK_LAST = "so the answer is"
+_INSTRUCTIONS = (
+    "Work out the sum with the tool calc, one operation a call. Think briefly before every "
+    "message. At the end, answer with <answer>number</answer> and nothing else."
+)
+_THINK_LAST = "so the answer is"
 
 
 @tool(timeout_s=2)
@@ -78,6 +83,7 @@ class Calculator(TurnEnv):
         level: int = 2,
         notation: Notation = "mixed",
         think: bool = True,
+        instructions: bool = False,
         size: int = 100_000,
         seed: int = 0,
         split: str = "train",
@@ -91,6 +97,8 @@ class Calculator(TurnEnv):
                 up to 999; 4 = two to four, up to 9999.
             notation: questions in `words` ("47 times 86"), `symbols` ("47 * 86") or `mixed`.
             think: the format asks for reasoning before every action.
+            instructions: explain tool and format in a system message, for models that were not
+                taught them by demonstrations.
             size: number of tasks of the split.
             seed: another seed gives other tasks of the same split.
             split: `train`, `eval` or `test`; no question is in two of them.
@@ -103,11 +111,18 @@ class Calculator(TurnEnv):
         if notation not in ("words", "symbols", "mixed"):
             raise ConfigError(f"notation must be words, symbols or mixed, got {notation!r}")
         self.level, self.notation, self.think = level, notation, think
+        self.instructions = instructions
         self.size, self.seed = size, seed
 
     def tasks(self, split: str) -> TaskSet:
         """Return generated questions; the metadata holds the numbers and the operators."""
         return TaskSet.generate(self._draw, split=split, size=self.size, seed=self.seed)
+
+    def prompt(self, task: Task) -> Sequence[Message]:
+        """Ask the question, after the instructions where they are wanted."""
+        question: Message = {"role": "user", "content": str(task.prompt)}
+        system: Message = {"role": "system", "content": _INSTRUCTIONS}
+        return (system, question) if self.instructions else (question,)
 
     def _draw(self, rng: random.Random) -> Draft:
         (fewest, most), largest = _LEVELS[self.level]
@@ -171,7 +186,7 @@ class Calculator(TurnEnv):
             wrong = guesses or slips("ignore_result")
             answer = _near(rng, self.task.answer) if wrong else last
             action = Action(role="assistant", content=f"<answer>{answer}</answer>")
-            thought = THINK_LAST
+            thought = _THINK_LAST
         else:
             action = self._call(rng, last, operators[done], numbers[done + 1], slips)
             thought = _phrase([last, numbers[done + 1]], [operators[done]], in_words)
@@ -192,7 +207,7 @@ class Calculator(TurnEnv):
         expr = f"{left}{symbol}{right}"
         action = Action(role="assistant", content="")
         if slips("broken_json"):
-            text = f'{{"name":"calc","arguments":{{"expr":"{expr}"}}'
+            text = json.dumps({"name": "calc", "arguments": {"expr": expr}})[:-1]
             action["invalid_tool_calls"] = [
                 {
                     "text": text,

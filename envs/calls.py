@@ -80,7 +80,7 @@ def _in_order(action: Action) -> Iterator[tuple[ToolCall | None, InvalidToolCall
 
 def _unreadable(entry: InvalidToolCall) -> ToolResult:
     kind = entry["error"]
-    text = f"the tool call could not be read: {entry.get('detail') or kind}"
+    text = entry.get("detail") or f"the call could not be read: {kind}"
     return ToolResult(name="", arguments={}, error=kind, text=cut(text, _MAX_ECHO))
 
 

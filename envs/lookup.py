@@ -23,12 +23,13 @@ from turngym.envs.tasks import Draft, TaskSet
 from turngym.envs.tools import tool
 from turngym.errors import ConfigError, ToolError
 from turngym.rewards.base import EpisodeView, TurnView, reward
-from turngym.types import Action
+from turngym.types import Action, Message, Task
 
 __all__ = ["Lookup"]
 
 _CONSONANTS, _VOWELS = "bcdfgklmnprstvz", "aeiou"
 _DISTRACTORS = 6
+_INSTRUCTIONS = "Look keys up with the tool get. Then answer with <answer>key</answer>."
 _ANSWER = re.compile(r"<answer>\s*([a-z]{3})\s*</answer>")
 
 
@@ -42,6 +43,7 @@ class Lookup(TurnEnv):
         *,
         min_hops: int = 2,
         max_hops: int = 4,
+        instructions: bool = False,
         size: int = 100_000,
         seed: int = 0,
         split: str = "train",
@@ -53,6 +55,8 @@ class Lookup(TurnEnv):
         Args:
             min_hops: fewest lookups a task needs.
             max_hops: most lookups a task needs.
+            instructions: explain the format in a system message, for models that were not taught
+                it by demonstrations.
             size: number of tasks of the split.
             seed: another seed gives other tasks of the same split.
             split: `train`, `eval` or `test`; no task is in two of them.
@@ -65,11 +69,18 @@ class Lookup(TurnEnv):
                 f"hops must satisfy 1 <= min_hops <= max_hops <= 20, got {min_hops} and {max_hops}"
             )
         self.min_hops, self.max_hops = min_hops, max_hops
+        self.instructions = instructions
         self.size, self.seed = size, seed
 
     def tasks(self, split: str) -> TaskSet:
         """Return generated chains; the metadata holds the chain and the store."""
         return TaskSet.generate(self._draw, split=split, size=self.size, seed=self.seed)
+
+    def prompt(self, task: Task) -> Sequence[Message]:
+        """Ask the question, after the instructions where they are wanted."""
+        question: Message = {"role": "user", "content": str(task.prompt)}
+        system: Message = {"role": "system", "content": _INSTRUCTIONS}
+        return (system, question) if self.instructions else (question,)
 
     def _draw(self, rng: random.Random) -> Draft:
         hops = rng.randint(self.min_hops, self.max_hops)

@@ -1,6 +1,7 @@
 """`turngym/PythonTool-v0`: answer questions about data that only an interpreter can see.
 
     The Python interpreter holds a list `data`. What is the sum of all decimal digits ...?
+    Answer with <answer>...</answer>.
     python {"code": "digits = ''.join(...)"}          variables are kept between calls
     python {"code": "print(sum(...))"} -> 571
     <answer>571</answer>
@@ -130,7 +131,10 @@ def _draft(rng: random.Random) -> Draft:
     data = puzzle.make(rng)
     kind = "text" if isinstance(data, str) else "list"
     return Draft(
-        prompt=f"The Python interpreter holds a {kind} `data`. {puzzle.question}",
+        prompt=(
+            f"The Python interpreter holds a {kind} `data`. {puzzle.question} "
+            "Answer with <answer>...</answer>."
+        ),
         answer=puzzle.solve(data),
         metadata={"puzzle": puzzle.name, "data": data},
         key=f"{puzzle.name} {data!r}",

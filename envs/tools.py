@@ -35,6 +35,10 @@ DEFAULT_TIMEOUT_S = 10.0
 DEFAULT_MAX_CHARS = 8192
 
 
+class _MismatchError(ToolError):
+    """An argument that satisfies the schema and yet not the type (a date, a custom validator)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
     """A function with a schema, a deadline and an output cap. Make one with `tool`."""
@@ -203,10 +207,15 @@ class Tool:
         return bound
 
     def _coerced(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            name: self.adapters[name].validate_python(value) if name in self.adapters else value
-            for name, value in arguments.items()
-        }
+        coerced = dict(arguments)
+        for name in (name for name in arguments if name in self.adapters):
+            try:
+                coerced[name] = self.adapters[name].validate_python(arguments[name])
+            except ValidationError as error:
+                first = error.errors()[0]
+                path = "".join(f".{part}" for part in (name, *first["loc"]))[1:]
+                raise _MismatchError(f"argument {path!r}: {first['msg']}") from error
+        return coerced
 
     def _rendered(self, value: Any) -> Answer:
         text, complete = _render(value, self.max_chars)
@@ -214,11 +223,9 @@ class Tool:
         return "value", value if complete else text, text
 
     def _failed(self, error: BaseException) -> Answer:
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            return "schema_mismatch", None, cut(_validation_text(first), self.max_chars)
         if isinstance(error, ToolError):
-            return "tool_error", None, to_text(str(error), self.max_chars)
+            kind = "schema_mismatch" if isinstance(error, _MismatchError) else "tool_error"
+            return kind, None, to_text(str(error), self.max_chars)
         if isinstance(error, (TurngymError, ImportError)):
             return "env_error", error, str(error)
         try:
@@ -226,11 +233,6 @@ class Tool:
         except Exception:
             text = type(error).__name__
         return "tool_error", None, to_text(text, self.max_chars)
-
-
-def _validation_text(error: Mapping[str, Any]) -> str:
-    where = ".".join(str(part) for part in error["loc"])
-    return f"argument{' ' + repr(where) if where else ''}: {error['msg']}"
 
 
 @overload

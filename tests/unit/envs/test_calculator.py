@@ -192,3 +192,11 @@ def test_a_question_in_words_is_held_back_with_the_one_in_symbols() -> None:
 def test_unknown_choices_are_refused(kwargs: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Calculator(**kwargs).reset()
+
+
+def test_instructions_come_on_request() -> None:
+    assert [m["role"] for m in Calculator().reset(options={"task": TASK})[0]] == ["user"]
+    told, _ = Calculator(instructions=True).reset(options={"task": TASK})
+    assert [message["role"] for message in told] == ["system", "user"]
+    assert "<answer>" in told[0]["content"]
+    assert told[1]["content"] == TASK.prompt

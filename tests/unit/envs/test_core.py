@@ -322,6 +322,22 @@ def test_the_user_can_reply_and_tools_can_change() -> None:
     assert env.step(say("bye"))[2]
 
 
+def test_a_reply_without_messages_is_the_authors_mistake() -> None:
+    class Mute(Counter):
+        def respond(self, turn: TurnView) -> list[Message]:
+            return []
+
+    env = Mute()
+    env.reset(options={"task": "t2"})
+    with pytest.raises(EnvError, match="return None to end"):
+        env.step(say("hello"))
+
+
+def test_an_environment_without_tasks_says_so() -> None:
+    with pytest.raises(EnvError, match=r"TurnEnv must define tasks\(split\)"):
+        TurnEnv().reset()
+
+
 def test_a_tool_call_can_end_the_task() -> None:
     env = Dialogue()
     env.reset(options={"task": "t2"})

@@ -1,3 +1,4 @@
+import datetime
 import enum
 import json
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from turngym.envs.schema import read_signature, violation
 from turngym.envs.tools import Tool, tool
@@ -136,10 +137,38 @@ def drifted(x: int) -> None:
     """
 
 
-@pytest.mark.parametrize("function", [no_hint, variadic, strange, drifted])
+def unresolved(x: "Nowhere") -> None: ...  # type: ignore[name-defined]  # noqa: F821
+
+
+def odd_default(x: Any = object()) -> None: ...  # noqa: B008
+
+
+@pytest.mark.parametrize("function", [no_hint, variadic, strange, drifted, unresolved, odd_default])
 def test_a_function_that_cannot_be_described_is_refused(function: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match=function.__name__):
         tool(function)
+
+
+@tool
+def remind(day: datetime.date) -> str:
+    """Set a reminder."""
+    return day.strftime("%A")
+
+
+def test_what_only_the_type_can_tell_is_a_mismatch_too() -> None:
+    assert remind.call({"day": "2024-02-29"}).text == "Thursday"
+    result = remind.call({"day": "2023-02-29"})
+    assert result.error == "schema_mismatch"
+    assert result.text.startswith("argument 'day': ")
+
+
+def test_a_validation_error_inside_a_tool_is_the_tools() -> None:
+    @tool
+    def strict() -> int:
+        """Validate something else."""
+        return TypeAdapter(int).validate_python("x")
+
+    assert strict.call({}).error == "tool_error"
 
 
 @pytest.mark.parametrize(

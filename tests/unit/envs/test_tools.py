@@ -217,6 +217,28 @@ def test_what_cannot_be_isolated_is_refused() -> None:
         tool(isolated=True)(local)
 
 
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"parameters": {}}, "needs a 'name'"),
+        ({"name": "two words"}, "letters, digits"),
+        ({"name": "x", "parameters": {"type": "array"}}, "of type 'object', got 'array'"),
+    ],
+)
+def test_a_schema_that_describes_no_tool_is_refused(schema: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Tool.from_schema(schema, print)
+
+
+def test_an_async_tool_fails_like_any_other() -> None:
+    @tool
+    async def broken() -> str:
+        """Fail."""
+        raise ToolError("later")
+
+    assert broken.call({}).text == "later"
+
+
 @pytest.mark.parametrize("timeout_s", [0, -1, float("inf"), float("nan")])
 def test_every_tool_has_a_deadline(timeout_s: float) -> None:
     with pytest.raises(ConfigError, match="deadline"):
@@ -287,7 +309,7 @@ def test_every_call_gets_one_message_in_call_order() -> None:
         {"role": "tool", "content": "2", "tool_call_id": "call_7", "name": "add"},
         {
             "role": "tool",
-            "content": "the tool call could not be read: malformed_json",
+            "content": "the call could not be read: malformed_json",
             "tool_call_id": "call_3_1",
         },
         {
@@ -298,7 +320,7 @@ def test_every_call_gets_one_message_in_call_order() -> None:
         },
         {
             "role": "tool",
-            "content": "the tool call could not be read: truncated",
+            "content": "the call could not be read: truncated",
             "tool_call_id": "call_3_3",
         },
     )

@@ -101,7 +101,7 @@ def test_hermes_text_becomes_calls() -> None:
     *_, info = env.step('<tool_call>{"name": "calc", "arguments": {"expr": 2}}</tool_call>')
     assert info["results"][0].text == "argument 'expr': expected string, got number"
     observation, *_ = env.step('<tool_call>{"name": "calc", "arguments": </tool_call>')
-    assert observation[0]["content"].startswith("the tool call could not be read")
+    assert observation[0]["content"] == "the call is not valid JSON"
     assert env.step("<answer>42</answer>")[2]
 
 

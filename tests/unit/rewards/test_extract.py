@@ -107,7 +107,19 @@ def test_the_content_of_every_box_is_balanced(text: str) -> None:
 
 @pytest.mark.parametrize(
     "unit",
-    ["\\boxed{", "{", "}", "\\", "<think>", "</think>", "<answer>", "#### ", "#", "answer is ", " "],
+    [
+        "\\boxed{",
+        "{",
+        "}",
+        "\\",
+        "<think>",
+        "</think>",
+        "<answer>",
+        "#### ",
+        "#",
+        "answer is ",
+        " ",
+    ],
 )
 def test_time_grows_in_step_with_the_length(unit: str) -> None:
     def seconds(times: int) -> float:

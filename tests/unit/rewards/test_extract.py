@@ -77,7 +77,8 @@ def test_an_answer_in_prose_counts_only_on_request() -> None:
 
 PIECES = [
     "\\boxed{", "\\boxed", "\\fbox{", "{", "}", "\\{", "\\}", "\\\\", "\\", "<think>", "</think>",
-    "<answer>", "</answer>", "#### ", "\n", "answer is ", "5", "x", " ", "<|im_end|>", "é", "\ud800",
+    "<answer>", "</answer>", "#### ", "\n", "answer is ", "5", "x", " ", "<|im_end|>", "é",
+    "\ud800",
 ]  # fmt: skip
 
 

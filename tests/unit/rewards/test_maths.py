@@ -77,8 +77,8 @@ def test_integers_of_any_size_compare_exactly(number: int, change: int) -> None:
 
 NOTATION = [
     "1", "23", ".", ",", "\\frac", "{", "}", "(", ")", "[", "]", "\\{", "\\}", "^", "_", "+", "-",
-    "\\pm", "=", "<", "\\cup", "\\sqrt", "\\text{", "cm", "x", "\\pi", "\\sin", "!", "%", "|", "\\\\",
-    "&", "\\begin{pmatrix}", "\\end{pmatrix}", "\\int", "\\sum", ":", "\\infty", " and ", "$", "²",
+    "\\pm", "=", "<", "\\cup", "\\sqrt", "\\text{", "cm", "x", "\\pi", "\\sin", "!", "%", "|",
+    "\\\\", "&", "\\begin{pmatrix}", "\\end{pmatrix}", "\\int", "\\sum", ":", "\\infty", " and ", "$", "²",
 ]  # fmt: skip
 
 

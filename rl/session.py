@@ -130,14 +130,10 @@ class TrainSession:
             if checkpoint is None:
                 raise CheckpointError(f"{run} holds no complete checkpoint; start without --resume")
             return checkpoint
-        taken = (run / "config.json").exists()
-        self._ranks.wait()
-        if taken:
+        if (run / "config.json").exists():
             raise ConfigError(
                 f"{run} already holds a run; go on with --resume, or choose another with --run"
             )
-        if self._ranks.is_main:
-            write_json(run / "config.json", self._facts())
         return None
 
     def _facts(self) -> dict[str, Any]:
@@ -146,10 +142,13 @@ class TrainSession:
     def run(self) -> None:
         """Run all stages."""
         config = self.config
-        model, tokenizer = self._load()
-        renderer = Renderer(tokenizer, dialect=config.dialect, on_rewrite=config.on_rewrite)
         source = EnvSource(config.env_id, self._env_kwargs, "train")
         bound = self._bind(source)
+        self._ranks.wait()
+        if self._ranks.is_main:  # from here on the folder is this run's
+            write_json(config.run / "config.json", self._facts())
+        model, tokenizer = self._load()
+        renderer = Renderer(tokenizer, dialect=config.dialect, on_rewrite=config.on_rewrite)
         if self._checkpoint is None and config.sft.steps:
             if self._ranks.is_main:
                 self._start_cold(model, tokenizer, renderer)

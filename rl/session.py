@@ -6,6 +6,7 @@ model -> cold start -> evaluation -> reinforcement learning -> evaluation -> sav
 import contextlib
 import copy
 import logging
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -144,16 +145,16 @@ class TrainSession:
         config = self.config
         source = EnvSource(config.env_id, self._env_kwargs, "train")
         bound = self._bind(source)
+        model, tokenizer = self._load()
         self._ranks.wait()
         if self._ranks.is_main:  # from here on the folder is this run's
             write_json(config.run / "config.json", self._facts())
-        model, tokenizer = self._load()
         renderer = Renderer(tokenizer, dialect=config.dialect, on_rewrite=config.on_rewrite)
         if self._checkpoint is None and config.sft.steps:
             if self._ranks.is_main:
                 self._start_cold(model, tokenizer, renderer)
             self._ranks.wait()
-            model, tokenizer = self._load()
+            model, tokenizer = self._load(started=True)
         model, reference = self._ready(model, bound)
         policy = self._stack.enter_context(
             HFPolicy(
@@ -178,14 +179,16 @@ class TrainSession:
             model.save_pretrained(config.run / "model")
             tokenizer.save_pretrained(config.run / "model")
 
-    def _load(self) -> tuple[Any, Any]:
-        """Load the model that RL starts from: what the cold start left, or the one named."""
-        config = self.config.model
-        base = self.config.run / "base"
-        path: str | Path = base if (base / "config.json").exists() else config.path
-        if path == "tiny":
+    def _load(self, *, started: bool = False) -> tuple[Any, Any]:
+        """Load the model that RL starts from, or (before the cold start) the one named."""
+        config, base = self.config.model, self.config.run / "base"
+        path: str | Path = config.path
+        if (started or self._checkpoint is not None) and base.exists():
+            path = base
+        elif path == "tiny":
             path = self.config.run / "tiny"
-            if self._ranks.is_main and not (path / "config.json").exists():
+            if self._ranks.is_main and self._checkpoint is None:
+                shutil.rmtree(path, ignore_errors=True)  # left by a start that was refused
                 build_tiny_agent(path, seed=self.config.seed)
             self._ranks.wait()
         device = self._ranks.device or config.device

@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,12 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from turngym.agents.head import Head, decoder_of, head_of, linear, vocab_size
 from turngym.errors import ConfigError, MissingDependencyError, TrajectoryError
 
 __all__ = [
@@ -30,13 +29,11 @@ __all__ = [
     "linear",
     "load_model",
     "policy_logprobs",
+    "states_before",
     "vocab_size",
 ]
 
 logger = logging.getLogger(__name__)
-
-Head = Callable[[Tensor], Tensor]
-"""Final hidden states (N, d) to fp32 logits (N, V)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,6 +45,12 @@ class LogProbs:
 
     entropy: Tensor | None
     """Entropy of the distribution each token was drawn from, (N,) float32; None unless asked."""
+
+    certainty: Tensor | None = None
+    """KL(uniform || that distribution), (N,) float32; None unless asked."""
+
+    topk: Tensor | None = None
+    """Log-probabilities of the ids asked for at each place, (N, K) float32; None unless asked."""
 
 
 def load_model(
@@ -101,19 +104,6 @@ def _switch_off_dropout(config: Any) -> None:
             setattr(config, name, 0.0)
 
 
-def vocab_size(model: nn.Module) -> int:
-    """Return how many token ids the model can read."""
-    return int(cast(Any, model).get_input_embeddings().weight.shape[0])
-
-
-def decoder_of(model: nn.Module) -> nn.Module:
-    """Return the part of a causal LM (or of its peft wrapper) that ends in hidden states."""
-    base = cast(Any, model)
-    if hasattr(base, "peft_config"):
-        base = base.get_base_model()
-    return cast(nn.Module, base.get_decoder() if hasattr(base, "get_decoder") else base.base_model)
-
-
 def policy_logprobs(
     model: nn.Module,
     rows: Sequence[NDArray[np.int32]],
@@ -122,12 +112,12 @@ def policy_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
     with_entropy: bool = False,
+    with_certainty: bool = False,
+    topk_ids: Tensor | None = None,
 ) -> LogProbs:
     """Score tokens under the current weights: log p(ids[t] | ids[:t]) at each requested t.
 
-    The only place where predictions are shifted against tokens. Rows are run as one right-padded
-    batch (sort and bucket them before calling): causal attention never sees what comes after a
-    token, so the filler needs no mask and its id is never looked at. Logits exist for
+    Rows are run as one right-padded batch (sort and bucket them before calling). Logits exist for
     `chunk_tokens` tokens at a time and are recomputed in the backward pass.
 
     Args:
@@ -137,6 +127,8 @@ def policy_logprobs(
         temperature: logits are divided by it; what the sampler used.
         chunk_tokens: most tokens whose logits exist at once.
         with_entropy: also return entropies, in nats, of the tempered distribution.
+        with_certainty: also return its self-certainty (Intuitor, arXiv:2505.19590, equation 3).
+        topk_ids: also score these alternatives at each place, (N, K) int64.
 
     Returns:
         One entry per position, row after row, in the order asked.
@@ -149,13 +141,82 @@ def policy_logprobs(
         raise ConfigError(f"temperature must be finite and positive to score, got {temperature}")
     if chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
-    _check_rows(rows, positions, vocab_size(model))
-    used = [k for k, where in enumerate(positions) if len(where)]
+    _check_rows(rows, positions, vocab_size(model), past_end=0)
+    score = _Scorer(temperature, with_entropy, with_certainty)
     device = cast(Any, model).get_input_embeddings().weight.device
-    if not used:
+    target = [ids[where] for ids, where in zip(rows, positions, strict=True)]
+    targets = torch.from_numpy(np.concatenate([*target, np.empty(0)]).astype(np.int64)).to(device)
+    if not len(targets):
         empty = torch.zeros(0, device=device)
-        return LogProbs(logp=empty, entropy=empty.clone() if with_entropy else None)
-    # The last scored token is predicted, never read.
+        width = 0 if topk_ids is None else topk_ids.shape[1]
+        return score.collect([(empty, empty, empty, empty.view(0, width))], topk_ids is not None)
+    head = head_of(model)
+    if head is None:
+        states = _gather(
+            lambda ids: cast(Any, model)(input_ids=ids, use_cache=False).logits,
+            rows,
+            positions,
+            device,
+        )
+        head = Tensor.float
+    else:
+        states = states_before(decoder_of(model), rows, positions)
+    others = torch.empty(len(targets), 0, dtype=torch.int64, device=device)
+    if topk_ids is not None:
+        others = topk_ids.to(device)
+    chunks = [
+        score(head, h, t, o)
+        for h, t, o in zip(
+            torch.split(states, chunk_tokens),
+            torch.split(targets, chunk_tokens),
+            torch.split(others, chunk_tokens),
+            strict=True,
+        )
+    ]
+    return score.collect(chunks, topk_ids is not None)
+
+
+def states_before(
+    decoder: nn.Module,
+    rows: Sequence[NDArray[np.int32]],
+    positions: Sequence[NDArray[np.int64]],
+) -> Tensor:
+    """Return the final hidden state from which each requested token is predicted, (N, d).
+
+    The only place where predictions are shifted against tokens: the state before `ids[t]` is that
+    of position t - 1, which has read `ids[:t]`. Causal attention never sees what comes after a
+    token, so the right padding needs no mask and its id is never looked at.
+
+    Args:
+        decoder: ends in hidden states, see `decoder_of`.
+        rows: token ids of each context.
+        positions: for each row the indices t >= 1, in any order; t = len(ids) asks for the state
+            after the last token.
+
+    Raises:
+        TrajectoryError: rows and positions do not fit each other or the vocabulary.
+    """
+    weight = cast(Any, decoder).get_input_embeddings().weight
+    _check_rows(rows, positions, int(weight.shape[0]), past_end=1)
+    if not sum(map(len, positions)):
+        return cast(Tensor, weight.new_zeros((0, weight.shape[1])))
+    return _gather(
+        lambda ids: cast(Any, decoder)(input_ids=ids, use_cache=False).last_hidden_state,
+        rows,
+        positions,
+        weight.device,
+    )
+
+
+def _gather(
+    run: Callable[[Tensor], Tensor],
+    rows: Sequence[NDArray[np.int32]],
+    positions: Sequence[NDArray[np.int64]],
+    device: torch.device,
+) -> Tensor:
+    """Run right-padded rows and take the output at t - 1 for each requested t, (N, ...)."""
+    used = [k for k, where in enumerate(positions) if len(where)]
+    # What follows the last place asked for is never read.
     lengths = [int(positions[k].max()) for k in used]
     ids = np.zeros((len(used), max(lengths)), np.int64)
     for line, k in enumerate(used):
@@ -163,32 +224,26 @@ def policy_logprobs(
     index = np.concatenate(
         [line * ids.shape[1] + positions[k] - 1 for line, k in enumerate(used)]
     ).astype(np.int64)
-    target = np.concatenate([rows[k][positions[k]] for k in used]).astype(np.int64)
-    head, hidden = _run(model, torch.from_numpy(ids).to(device))
-    picked = hidden.flatten(0, 1)[torch.from_numpy(index).to(device)]
-    targets = torch.from_numpy(target).to(device)
-    outputs = [
-        _score_chunk(head, h, t, temperature, with_entropy)
-        for h, t in zip(
-            torch.split(picked, chunk_tokens), torch.split(targets, chunk_tokens), strict=True
-        )
-    ]
-    logp = torch.cat([chunk[0] for chunk in outputs])
-    entropy = torch.cat([chunk[1] for chunk in outputs]) if with_entropy else None
-    return LogProbs(logp=logp, entropy=entropy)
+    output = run(torch.from_numpy(ids).to(device))
+    return output.flatten(0, 1)[torch.from_numpy(index).to(device)]
 
 
 def _check_rows(
-    rows: Sequence[NDArray[np.int32]], positions: Sequence[NDArray[np.int64]], vocab: int
+    rows: Sequence[NDArray[np.int32]],
+    positions: Sequence[NDArray[np.int64]],
+    vocab: int,
+    *,
+    past_end: int,
 ) -> None:
     if len(rows) != len(positions):
         raise TrajectoryError(
             f"rows and positions must pair up, got {len(rows)} rows and {len(positions)} positions"
         )
     for k, (ids, where) in enumerate(zip(rows, positions, strict=True)):
-        if len(where) and not (int(where.min()) >= 1 and int(where.max()) < len(ids)):
+        last = len(ids) - 1 + past_end
+        if len(where) and not (int(where.min()) >= 1 and int(where.max()) <= last):
             raise TrajectoryError(
-                f"row {k}: positions must lie in 1..{len(ids) - 1} (the first token is never "
+                f"row {k}: positions must lie in 1..{last} (the first token is never "
                 f"predicted), got {int(where.min())}..{int(where.max())}"
             )
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocab):
@@ -198,107 +253,44 @@ def _check_rows(
             )
 
 
-def _run(model: nn.Module, ids: Tensor) -> tuple[Head, Tensor]:
-    """Return a head and what it takes: hidden states, or logits where the head is opaque."""
-    head = head_of(model)
-    if head is None:
-        return Tensor.float, cast(Any, model)(input_ids=ids, use_cache=False).logits
-    return head, _hidden(model, ids)
+_Scores = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _hidden(model: nn.Module, ids: Tensor) -> Tensor:
-    return cast(Tensor, decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state)
+@dataclass(frozen=True, slots=True)
+class _Scorer:
+    """Turns hidden states into what was asked for; what was not asked for is an empty tensor."""
 
+    temperature: float
+    with_entropy: bool
+    with_certainty: bool
 
-def _score_chunk(
-    head: Head, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor]:
-    def score(hidden: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(hidden) / temperature
-        total = logits.logsumexp(-1)
-        logp = logits.gather(-1, targets[:, None]).squeeze(-1) - total
-        if not with_entropy:
-            return logp, logp
-        mean = ((logits - total[:, None]).exp() * logits).sum(-1)
-        return logp, total - mean
+    def __call__(self, head: Head, hidden: Tensor, targets: Tensor, others: Tensor) -> _Scores:
+        """Score one chunk."""
 
-    if not torch.is_grad_enabled():
-        return score(hidden)
-    return cast(tuple[Tensor, Tensor], checkpoint(score, hidden, use_reentrant=False))
+        def score(hidden: Tensor) -> _Scores:
+            logits = head(hidden) / self.temperature
+            total = logits.logsumexp(-1)
+            logp = logits.gather(-1, targets[:, None]).squeeze(-1) - total
+            entropy = certainty = logits.new_empty(0)
+            if self.with_entropy:
+                entropy = total - ((logits - total[:, None]).exp() * logits).sum(-1)
+            if self.with_certainty:
+                certainty = total - logits.mean(-1) - math.log(logits.shape[-1])
+            return logp, entropy, certainty, logits.gather(-1, others) - total[:, None]
 
+        if not torch.is_grad_enabled():
+            return score(hidden)
+        return cast(_Scores, checkpoint(score, hidden, use_reentrant=False))
 
-_HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")
-_ONEDNN_ROWS = 64
-"""Rows from which oneDNN's product beats torch's own (MKL) on the CPUs measured, up to twofold."""
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `F.linear`; where no gradient is asked, by the faster of torch's CPU libraries."""
-    is_fp32_cpu = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
-    rows = x.numel() // x.shape[-1]
-    if is_fp32_cpu and _HAS_ONEDNN and rows >= _ONEDNN_ROWS and not torch.is_grad_enabled():
-        product = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return cast(Tensor, product)
-    return F.linear(x, weight, bias)
-
-
-_heads: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()
-
-
-def head_of(model: nn.Module) -> Head | None:
-    """Return the map from final hidden states to fp32 logits, None where it is not a plain one.
-
-    Reads the post-processing that configurations declare (`final_logit_softcapping`,
-    `logits_scaling`, `logit_scale`) and then checks the result against the model itself once, so
-    that a family with undeclared post-processing is never scored wrongly: it takes the slower path
-    through the model's own logits.
-    """
-    outer = cast(Any, model)
-    module = outer.get_output_embeddings()
-    config = getattr(outer.config, "get_text_config", lambda: outer.config)()
-    cap = getattr(config, "final_logit_softcapping", None)
-    factor = float(getattr(config, "logit_scale", None) or 1.0)
-    factor /= float(getattr(config, "logits_scaling", None) or 1.0)
-
-    def head(hidden: Tensor) -> Tensor:
-        if type(module) is nn.Linear:
-            bias = cast(Tensor | None, module.bias)
-            logits = linear(
-                hidden.float(), module.weight.float(), None if bias is None else bias.float()
-            )
-        else:
-            logits = module(hidden).float()
-        if factor != 1.0:
-            logits = logits * factor
-        return logits if cap is None else torch.tanh(logits / cap) * cap
-
-    if model not in _heads:
-        _heads[model] = module is not None and _head_agrees(model, head)
-        if not _heads[model]:
-            logger.warning(
-                "%s post-processes its logits in a way its configuration does not declare: "
-                "log-probabilities go through full logits, which takes more memory",
-                type(model).__name__,
-            )
-    return head if _heads[model] else None
-
-
-@torch.no_grad()
-def _head_agrees(model: nn.Module, head: Head) -> bool:
-    outer = cast(Any, model)
-    size = vocab_size(model)
-    ids = torch.arange(1, 9, device=outer.get_input_embeddings().weight.device)[None] * 7919 % size
-    training = model.training
-    model.eval()
-    try:
-        want = outer(input_ids=ids, use_cache=False).logits
-        got = head(_hidden(model, ids)[0])[None]
-    finally:
-        model.train(training)
-    if got.shape != want.shape:
-        return False
-    tolerance = 1e-4 if want.dtype == torch.float32 else 5e-2
-    return bool((got - want).abs().max() <= tolerance * want.abs().max().clamp(min=1.0))
+    def collect(self, chunks: Sequence[_Scores], with_topk: bool) -> LogProbs:
+        """Put the chunks together."""
+        logp, entropy, certainty, topk = (torch.cat(part) for part in zip(*chunks, strict=True))
+        return LogProbs(
+            logp=logp,
+            entropy=entropy if self.with_entropy else None,
+            certainty=certainty if self.with_certainty else None,
+            topk=topk if with_topk else None,
+        )
 
 
 def attach_lora(

@@ -177,6 +177,7 @@ class TokenAgent:
             turn=turn,
             logp=completion.logp,
             version_spans=completion.version_spans,
+            extra=completion.extra,
         )
         return Act(
             message=self._renderer.parse(

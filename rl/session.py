@@ -143,6 +143,7 @@ class TrainSession:
                 max_context=config.most_context,
                 deterministic=config.deterministic,
                 threads=config.threads,
+                topk=config.topk if bound.needs_topk else 0,
             )
         )
         learner = Learner(

@@ -54,6 +54,10 @@ class TurnRenderer(Protocol):
         """REASONING or ACTION for each token of a completion."""
         ...
 
+    def close_reasoning(self, ids: NDArray[np.int32], text: str) -> NDArray[np.int32] | None:
+        """Return the ids of `text` when a completion breaks off while reasoning, else None."""
+        ...
+
     def encode_action(self, action: Message) -> NDArray[np.int32]:
         """Write an action as a completion, stop token included."""
         ...

@@ -257,6 +257,8 @@ class TrainConfig:
             raise ConfigError(
                 f"temperature must be positive and finite while training, got {self.temperature}"
             )
+        for start, _ in (*self.stages.max_tokens, *self.stages.max_context):
+            self._rollout_at(start)  # refused now, not when the stage begins
         if self.deterministic and self.model.dtype != "float32":
             raise ConfigError(
                 f"deterministic runs need model.dtype='float32', got {self.model.dtype!r}"
@@ -264,18 +266,20 @@ class TrainConfig:
 
     def at(self, batch: int) -> "TrainConfig":
         """Return the settings in force for a rollout batch (from 0), see `Stages`."""
-        rollout = replace(
+        temperature = _staged(self.temperature, self.stages.temperature, batch)
+        return replace(self, temperature=temperature, rollout=self._rollout_at(batch))
+
+    def _rollout_at(self, batch: int) -> RolloutConfig:
+        return replace(
             self.rollout,
             max_tokens=_staged(self.rollout.max_tokens, self.stages.max_tokens, batch),
             max_context=_staged(self.rollout.max_context, self.stages.max_context, batch),
         )
-        temperature = _staged(self.temperature, self.stages.temperature, batch)
-        return replace(self, temperature=temperature, rollout=rollout)
 
     @property
     def most_tokens(self) -> int:
         """Largest number of tokens of one completion in the whole run."""
-        return max([self.rollout.max_tokens, *(value for _, value in self.stages.max_tokens)])
+        return max([self.rollout.most_tokens, *(value for _, value in self.stages.max_tokens)])
 
     @property
     def most_context(self) -> int | None:

@@ -76,5 +76,5 @@ def reflection_reward(*, first_ok: bool, second_ok: bool | None) -> float | None
 
 
 def gated_return(outcome: float, steps: Sequence[float], *, threshold: float = 0.0) -> float:
-    """Return the outcome, plus the step rewards when it exceeds a threshold (G-RA)."""
+    """Return the outcome, plus the steps where it exceeds a threshold (G-RA, arXiv:2508.10548)."""
     return outcome + math.fsum(steps) if outcome > threshold else outcome

@@ -41,7 +41,7 @@ def make(
     group: list[int] | None = None,
 ) -> Batch:
     """One policy token a turn unless `turns` lists the turn of every token."""
-    columns = [*rewards.values(), *(turn_rewards or {}).values()]
+    columns: list[list[Any]] = [*rewards.values(), *(turn_rewards or {}).values()]
     size = len(columns[0])
     turns = turns or [[0]] * size
     width = max(len(row) for row in turns)

@@ -39,8 +39,8 @@ def majority_rewards(answers: Sequence[str | None]) -> list[float]:
 def self_certainty(logits: Sequence[float]) -> float:
     """Return KL(uniform || softmax(logits)) in nats (Intuitor, arXiv:2505.19590).
 
-    >>> self_certainty([1.0, 1.0, 1.0])
-    0.0
+    >>> round(self_certainty([2.0, 0.5, -1.0, 0.0]), 3)
+    0.581
     """
     top = max(logits)
     logsumexp = top + math.log(sum(math.exp(z - top) for z in logits))

@@ -310,11 +310,11 @@ def test_pkpo_agrees_with_enumerating_subsets(k: int) -> None:
         np.testing.assert_allclose(pkpo(table, k, minus_one=False)[0], sloo, atol=1e-12)
 
 
-def test_chen_has_mean_zero_over_subsets_and_wants_binary_rewards() -> None:
-    found = chen(np.array([[1.0, 0.0, 0.0, 0.0, 0.0]]), 2)[0]
-    # Weighted by the number of members, good and bad advantages cancel (each member once).
-    assert found[0] > 0
-    assert (found[1:] < 0).all()
+def test_chen_rewards_the_one_that_was_right() -> None:
+    # n=5, one right, k=2: rate 1 - C(4,2)/C(5,2) = .4, spread sqrt(.24), C(3,1)/C(4,1) = .75.
+    found = chen(np.array([[1.0, 0.0, 0.0, 0.0, 0.0]]), 2, eps=0.0)[0]
+    spread = 0.24**0.5
+    assert found.tolist() == near([0.6 / spread] + [(0.6 - 0.75) / spread] * 4)
     with pytest.raises(ConfigError, match="0 and 1"):
         chen(np.array([[0.5, 0.0]]), 2)
 

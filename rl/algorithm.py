@@ -157,6 +157,12 @@ class Algorithm:
             f"{type(region).__name__}; set level='token'",
         )
         check_that(
+            ratio.anchor != "rollout"
+            or ratio.demo_shaping is not None
+            or self.selection.demonstrations == 0,
+            "demonstrations have no sampler to anchor on; set ratio.anchor='old' or demo_shaping",
+        )
+        check_that(
             ratio.demo_shaping is None or self.selection.demonstrations > 0,
             "ratio.demo_shaping shapes demonstrations; set selection.demonstrations to at least 1",
         )

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 __all__ = [
-    "gated_return",
     "majority_label",
     "majority_rewards",
     "proposer_reward",
@@ -73,8 +72,3 @@ def reflection_reward(*, first_ok: bool, second_ok: bool | None) -> float | None
     if first_ok:
         return None
     return float(bool(second_ok))
-
-
-def gated_return(outcome: float, steps: Sequence[float], *, threshold: float = 0.0) -> float:
-    """Return the outcome, plus the steps where it exceeds a threshold (G-RA, arXiv:2508.10548)."""
-    return outcome + math.fsum(steps) if outcome > threshold else outcome

@@ -11,9 +11,11 @@ from turngym.rl.axes import (
     AdaptiveK,
     Aggregate,
     Conditioned,
+    NegativeEntropy,
     Ratio,
     Reward,
     Selection,
+    SelfCertainty,
     SoftOverlong,
     TopK,
 )
@@ -84,6 +86,11 @@ COMBINATIONS: list[tuple[Algorithm, dict[str, Any], str]] = [
     ),
     (GRPO, {"ratio": Ratio(level="sequence"), "trust_region": SoftGate()}, "set level='token'"),
     (GRPO, {"ratio": Ratio(demo_shaping=0.1)}, "selection.demonstrations"),
+    (
+        GRPO,
+        {"ratio": Ratio(anchor="rollout"), "selection": Selection(demonstrations=1)},
+        "no sampler to anchor on",
+    ),
     (GRPO, {"trust_region": GeometricClip()}, "unit='trajectory'"),
     (GRPO, {"advantage": GAE(), "trust_region": GeometricClip()}, "unit='trajectory'"),
     (GRPO, {"advantage": Pairs()}, "loss of their own"),
@@ -134,6 +141,7 @@ VALUES: list[tuple[Any, str]] = [
     (lambda: GroupAdvantage(scale="group_mean", baseline="none"), "baseline='group_mean'"),
     (lambda: GroupAdvantage(virtual_rewards=1, baseline="leave_one_out"), "group_mean"),
     (lambda: GroupAdvantage(virtual_rewards=1, unit="turn"), "unit='trajectory'"),
+    (lambda: GroupAdvantage(virtual_rewards=1, scale="batch_std"), "group_std"),
     (lambda: GroupAdvantage(baseline="batch_mean", scale="group_std"), "batch_std"),
     (lambda: GroupAdvantage(unit="token", scale="group_std"), "scale='none'"),
     (lambda: GroupAdvantage(unit="trajectory", gamma=0.9), "unit='turn'"),
@@ -307,6 +315,24 @@ def test_overrides_change_fields_kinds_and_entries() -> None:
     assert changed.reward.weights == {"format": 0.1}
     assert override(GRPO, {"trust_region": "SoftGate"}).trust_region == SoftGate()
     assert override(GRPO, {"regularize.KL.coef": 0.1}).term(KL) == KL(coef=0.1)
+    adaptive = override(PRESETS["gfpo_adaptive"], {"selection.keep_in_group.ks": [4, 4, 3, 2]})
+    assert adaptive.selection.keep_in_group == AdaptiveK(ks=(4, 4, 3, 2))
+
+
+def test_what_rewards_read_is_asked_for() -> None:
+    def bound(*shaping: Any) -> Any:
+        return replace(GRPO, reward=Reward(shaping=shaping)).bind(facts())
+
+    assert not bound().needs_certainty
+    assert bound(SelfCertainty()).needs_certainty
+    assert not bound().needs_batch_entropy
+    assert bound(NegativeEntropy()).needs_batch_entropy
+    assert PRESETS["grpo_high_entropy"].bind(facts()).needs_batch_entropy
+
+
+def test_weights_of_the_run_override_the_rubric() -> None:
+    bound = override(GRPO, {"reward.weights": {"format": 0.1}}).bind(facts())
+    assert bound.weights == {"correct": 1.0, "format": 0.1}
 
 
 OVERRIDES: list[tuple[dict[str, Any], str]] = [
@@ -315,6 +341,7 @@ OVERRIDES: list[tuple[dict[str, Any], str]] = [
     ({"trust_region": "Clop"}, "did you mean 'Clip'"),
     ({"regularize.Entropi.coef": 0.1}, "did you mean 'Entropy'"),
     ({"trust_region.high": "wide"}, "must be a number"),
+    ({"regularize.KL.ratio_corrected": "yes"}, "true or false"),
     ({"trust_region": "Clip", "trust_region.high": 0.3}, "another setting"),
     ({"selection.metric.name": "correct"}, "has no fields"),
     ({"regularize.BehaviorCorrection.mode": "mask", "ratio.anchor": "rollout"}, "anchor='old'"),

@@ -42,6 +42,13 @@ def test_a_rewritten_history_gives_one_context_a_segment(trajectory: Any, group:
     assert batch.row.tolist() == [0, 0, 0, 1, 1]
 
 
+def test_contexts_without_a_sampled_token_need_no_forward_pass(trajectory: Any, group: Any) -> None:
+    batch = Batch.from_groups([group(trajectory((0, 2), new_segment=True))])
+    assert [context.positions.tolist() for context in batch.contexts] == [[1, 2]]
+    assert batch.turn.tolist() == [1, 1]
+    assert batch.num_turns.tolist() == [2]
+
+
 def test_missing_rewards_are_nan_and_never_zero(trajectory: Any, group: Any) -> None:
     batch = Batch.from_groups(
         [group(trajectory((1, 1), correct=None, tool=(None, 0.5)), trajectory((1,), tool=(0.0,)))]

@@ -20,12 +20,12 @@ from turngym.rl.filters import (
     retired,
     wants_more,
 )
-from turngym.rl.labels import majority_label
+from turngym.rl.labels import majority_label, proposer_reward
 from turngym.rl.masks import top_tokens
 from turngym.rl.metrics import largest, mean_of, merge, part_of_sum
 from turngym.rl.objectives import objective, value_objective
 from turngym.rl.padded import batch_from_padded
-from turngym.rl.plan import plan
+from turngym.rl.plan import correct_rows, plan
 from turngym.rl.preference import build_pairs
 from turngym.rl.presets import PRESETS
 from turngym.rl.regularizers import adapt, kl_penalty, next_entropy_coef, next_kl_coef, value_loss
@@ -145,6 +145,39 @@ def test_difficulties_are_remembered_between_batches() -> None:
 def test_majority_of_nothing_is_nothing() -> None:
     assert majority_label([None, None]) == (None, 0.0)
     assert majority_label(["b", "a", "a", "b"]) == ("b", 0.5)
+
+
+def test_no_metric_tells_nobody_right_from_wrong(trajectory: Any, group: Any) -> None:
+    two = {name: RewardSpec(name=name) for name in ("a", "b")}
+    bound = PRESETS["dr_grpo"].bind(RunFacts(rubric=two, group_size=2, max_tokens=4))
+    with pytest.raises(ConfigError, match=r"selection\.metric"):
+        PassRates({}, {}).updated(bound, group(trajectory()))
+    with pytest.raises(ConfigError, match=r"selection\.metric"):
+        correct_rows(bound, padded([1, 1], [1.0, 0.0]))
+
+
+def test_a_turn_component_can_tell_right_from_wrong(
+    trajectory: Any, group: Any, run: RunFacts
+) -> None:
+    algorithm = replace(PRESETS["grpo"], selection=Selection(metric="tool"), regularize=())
+    members = [trajectory((1, 1), tool=(0.5, 0.5)), trajectory((1,), tool=(0.5,))]
+    batch = Batch.from_groups([group(*members)])
+    assert correct_rows(algorithm.bind(run), batch).tolist() == [True, False]
+
+
+def test_groups_without_a_margin_give_no_pairs(run: RunFacts) -> None:
+    batch = padded([1, 1], [1.0, 1.0], logp_ref=-1.0)
+    bound = PRESETS["dpo"].bind(run)
+    planned = plan(bound, batch)
+    logp = torch.zeros(2, requires_grad=True)
+    loss, _ = objective(bound, batch, planned, torch.arange(2), logp)
+    (gradient,) = torch.autograd.grad(loss, logp)
+    assert (loss.item(), gradient.tolist()) == (0.0, [0.0, 0.0])
+
+
+def test_learnability_is_a_share(trajectory: Any) -> None:
+    with pytest.raises(ValueError, match=r"\[0, 1\]"):
+        proposer_reward(1.5)
 
 
 def test_replay_keeps_sampled_successes_and_joins_them(
@@ -285,6 +318,8 @@ def test_missing_columns_are_named(run: RunFacts) -> None:
         loss("gfpo", logp_ref=batch.logp_rollout)
     with pytest.raises(TrajectoryError, match="topk_logp"):
         loss("dppo_topk")
+    with pytest.raises(TrajectoryError, match="logp_ref"):
+        loss("dpo")
     with pytest.raises(TrajectoryError, match="logp_old"):
         loss("rloo")
     bound = PRESETS["dr_grpo"].bind(run)

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from turngym.errors import ConfigError, TrajectoryError
 from turngym.rl.algorithm import Algorithm, RunFacts
-from turngym.rl.axes import MajorityVote, NegativeEntropy, Reward, SelfCertainty, SoftOverlong
+from turngym.rl.axes import (
+    KeepInGroup,
+    MajorityVote,
+    NegativeEntropy,
+    Reward,
+    Selection,
+    SelfCertainty,
+    Shaping,
+    SoftOverlong,
+)
 from turngym.rl.batch import Batch, Tree
 from turngym.rl.estimators import (
     GAE,
@@ -26,7 +35,8 @@ from turngym.rl.padded import batch_from_padded
 from turngym.rl.passk import chen, pkpo, pkpo_rewards
 from turngym.rl.plan import plan
 from turngym.rl.presets import PRESETS
-from turngym.rl.returns import returns_of
+from turngym.rl.returns import returns_of, soft_overlong
+from turngym.rl.state import AlgorithmState
 from turngym.rl.trees import should_branch, treepo_advantages, treerl_rewards
 from turngym.types import RewardSpec
 
@@ -242,6 +252,67 @@ def test_returns_refuse_components_outside_the_rubric() -> None:
     bound = bind(batch, replace(PRESETS["grpo"], regularize=()))
     with pytest.raises(TrajectoryError, match="'other'"):
         plan(bound, replace(batch, rewards={"other": batch.rewards["r"]}))
+
+
+def test_unbound_algorithms_are_told_to_bind() -> None:
+    batch = make({"r": [1.0, 0.0], "correct": [1.0, 0.0]})
+    unbound: list[tuple[Algorithm, str]] = [
+        (replace(PRESETS["grpo"], regularize=()), "no unit"),
+        (replace(PRESETS["ngrpo"], reward=Reward()), "no value"),
+        (PRESETS["dapo"], "no limit"),
+        (PRESETS["gdpo_conditioned"], "no component"),
+        (
+            replace(PRESETS["dr_grpo"], advantage=GroupAdvantage(unit="trajectory")),
+            "no constant L",
+        ),
+    ]
+    for algorithm, rule in unbound:
+        bound = replace(bind(batch, replace(PRESETS["reinforce"])), algorithm=algorithm)
+        with pytest.raises(ConfigError, match=rule):
+            plan(bound, batch)
+
+
+def test_new_kinds_must_be_registered() -> None:
+    batch = make({"r": [1.0, 0.0]})
+    with pytest.raises(ConfigError, match=r"estimate\.register"):
+        advantage(batch, Estimator())
+    with pytest.raises(ConfigError, match=r"shape\.register"):
+        advantage(batch, GroupAdvantage(), reward=Reward(shaping=(Shaping(),)))
+    selection = Selection(keep_in_group=KeepInGroup())
+    with pytest.raises(ConfigError, match="KeepInGroup"):
+        advantage(batch, GroupAdvantage(), selection=selection)
+
+
+def test_mt_grpo_knows_no_shaping() -> None:
+    batch = make({"r": [1.0, 0.0]})
+    with pytest.raises(TrajectoryError, match="no shaping"):
+        advantage(batch, OutcomeAndTurn(), reward=Reward(shaping=(SoftOverlong(),)))
+
+
+def test_the_penalty_may_start_at_the_limit() -> None:
+    lengths = torch.tensor([3, 4, 5])
+    assert soft_overlong(lengths, max_tokens=4, cache_tokens=0).tolist() == [0.0, 0.0, -1.0]
+
+
+def test_normalised_components_may_keep_their_spread() -> None:
+    batch = make({"a": [1.0, 0.0], "b": [4.0, 0.0]})
+    reward = Reward(combine="normalize_then_sum", weights={"a": 1.0, "b": 0.5})
+    assert advantage(batch, GroupAdvantage(), reward=reward) == [1.5, -1.5]
+    loo = GroupAdvantage(baseline="leave_one_out")
+    assert advantage(batch, loo, reward=reward) == [3.0, -3.0]
+
+
+def test_virtual_rewards_may_shift_without_dividing() -> None:
+    estimator = GroupAdvantage(virtual_rewards=1, max_return=1.0)
+    assert advantage(make({"r": [0.0, 0.0]}), estimator) == near([-1 / 3, -1 / 3])
+
+
+def test_a_batch_without_rewards_leaves_the_moving_average_alone() -> None:
+    algorithm = replace(PRESETS["reinforce"], advantage=GroupAdvantage(baseline="ema"))
+    batch = make({"r": [NAN, NAN]})
+    planned = plan(bind(batch, algorithm), batch, state=AlgorithmState(ema=0.5))
+    assert planned.advantage.tolist() == [0.0, 0.0]
+    assert planned.state.ema == 0.5
 
 
 MISSING: list[tuple[Estimator, str]] = [

@@ -46,7 +46,7 @@ def gae(
 
 
 def adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
-    """1 - 1 / (alpha * |y|), clamped to [0, 1] (VAPO, arXiv:2504.05118, equation 8)."""
+    """1 - 1 / (alpha * |y|), clamped to [0, 1] (VAPO, arXiv:2504.05118)."""
     return (1 - 1 / (alpha * lengths.double().clamp(min=1))).clamp(0, 1)
 
 

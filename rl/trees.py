@@ -26,7 +26,7 @@ def _leaves_below(parents: Sequence[int], leaf_rewards: dict[int, float]) -> lis
 
 
 def treerl_rewards(parents: Sequence[int], leaf_rewards: dict[int, float]) -> list[float]:
-    """Reward of every node (TreeRL, arXiv:2506.11902, equations 3 and 4).
+    """Reward of every node (TreeRL, arXiv:2506.11902).
 
     Leaf rewards lose the leave-one-out mean of the tree's leaves; V is the mean over the leaves
     below a node; its reward is ((V - V_root) + (V - V_parent)) / sqrt(number of leaves below).
@@ -103,7 +103,7 @@ def _(estimator: TreeCredit, case: Case) -> Estimate:
 
 
 def branch_score(entropy_change: float, *, alpha: float = 0.5, beta: float = 0.2) -> float:
-    """Return alpha + beta * entropy_change (ARPO, arXiv:2507.19849, equation 3)."""
+    """Return alpha + beta * entropy_change (ARPO, arXiv:2507.19849)."""
     return alpha + beta * entropy_change
 
 

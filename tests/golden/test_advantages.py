@@ -316,11 +316,13 @@ def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
 @key("pkpo_s_k(\\d+)_(bin|real)")
 def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
     rewards, group = golden.column(f"r_{m[2]}"), golden.column("group")
-    found = [
-        pkpo_rewards(rewards[group == number].numpy()[None], int(m[1]))[0]
-        for number in group.unique()
-    ]
-    close(np.concatenate(found), wanted)
+    found = torch.empty_like(rewards)
+    for number in group.unique():
+        members = group == number
+        found[members] = torch.from_numpy(
+            pkpo_rewards(rewards[members].numpy()[None], int(m[1]))[0]
+        )
+    close(found, wanted)
 
 
 @key("pkpo_(sloo|sloo_minus_one)_k(\\d+)_(bin|real)")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from turngym.agents.base import Completion, MessagePolicy, Policy, Sampling, WeightSync
     from turngym.agents.config import RolloutConfig
+    from turngym.agents.evaluation import evaluate
     from turngym.agents.hf_policy import HFPolicy
     from turngym.agents.model import load_model, policy_logprobs
     from turngym.agents.openai_policy import OpenAIPolicy
@@ -46,6 +47,7 @@ _HOMES = {
     "TrajectoryStore": "store",
     "WeightSync": "base",
     "build_tiny_agent": "tiny",
+    "evaluate": "evaluation",
     "load_model": "model",
     "policy_logprobs": "model",
     "summarize": "summary",
@@ -72,6 +74,7 @@ __all__ = [
     "TrajectoryStore",
     "WeightSync",
     "build_tiny_agent",
+    "evaluate",
     "load_model",
     "policy_logprobs",
     "summarize",

@@ -11,7 +11,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 __all__ = ["Decoder", "KVBuffers", "Step", "make_step"]
@@ -72,29 +74,37 @@ class Step:
 
 
 def make_step(
-    slots: Tensor,
-    ids: Tensor,
-    starts: Tensor,
-    counts: Tensor,
+    slots: NDArray[np.int64],
+    ids: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    counts: NDArray[np.int64],
     *,
     is_prefix: bool,
     span: int,
     capacity: int,
     max_context: int,
+    device: torch.device,
 ) -> Step:
-    """Lay out a step in which row b feeds `counts[b]` tokens from position `starts[b]` on.
+    """Lay out a step in which row b feeds `counts[b]` of its ids (B, T) from `starts[b]` on.
 
     A row with a count of 0 computes filler: it is cheaper to carry along than to cut out.
     """
-    offsets = torch.arange(ids.shape[1], device=ids.device)
+    offsets = np.arange(ids.shape[1])
     positions = starts[:, None] + offsets
+    columns = np.where(offsets < counts[:, None], positions, capacity - 1)
+    positions = np.minimum(positions, min(capacity - 1, max_context) - 1)
+    last = np.maximum(counts - 1, 0)
+
+    def tensor(array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
     return Step(
-        slots=slots,
+        slots=tensor(slots),
         is_prefix=is_prefix,
-        ids=ids,
-        positions=positions.clamp(max=min(capacity - 1, max_context) - 1),
-        columns=positions.masked_fill(offsets >= counts[:, None], capacity - 1),
-        last=(counts - 1).clamp(min=0),
+        ids=tensor(ids),
+        positions=tensor(positions),
+        columns=tensor(columns),
+        last=tensor(last),
         span=span,
     )
 

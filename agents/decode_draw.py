@@ -50,8 +50,11 @@ def draw(
     """
     device = logits.device
     is_greedy = temperature == 0
-    divisor = np.where(is_greedy, np.float32(1), temperature)
-    logp = (logits / torch.from_numpy(divisor).to(device)[:, None]).log_softmax(-1)
+    if (temperature == 1).all():
+        logp = logits.log_softmax(-1)
+    else:
+        divisor = np.where(is_greedy, np.float32(1), temperature)
+        logp = (logits / torch.from_numpy(divisor).to(device)[:, None]).log_softmax(-1)
     if (top_p < 1).any() or (top_k > 0).any():
         logp = _truncate(logp, torch.from_numpy(top_p), torch.from_numpy(top_k))
     # In fp64: an fp32 running sum loses every token rarer than 1e-7.

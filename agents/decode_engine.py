@@ -208,19 +208,21 @@ class Engine:
         real = len(slots)
         if self._deterministic:
             slots = np.concatenate([slots, np.full(_BUCKET_ROWS - real, slots[0])])
-        fed, known = table.rows["fed"][slots], table.rows["known"][slots]
-        counts = np.where(table.rows["active"][slots], np.minimum(known - fed, length), 0)
+        here = table.rows[slots]
+        fed = here["fed"]
+        counts = np.where(here["active"], np.minimum(here["known"] - fed, length), 0)
         counts[real:] = 0
         columns = np.minimum(fed[:, None] + np.arange(length), table.width - 1)
         step = make_step(
-            *(
-                torch.from_numpy(array).to(self._device)
-                for array in (slots, table.tokens[slots[:, None], columns], fed, counts)
-            ),
+            slots,
+            table.tokens[slots[:, None], columns],
+            fed,
+            counts,
             is_prefix=is_prefix,
-            span=span or int((fed + counts)[counts > 0].max()),
+            span=span or int(((fed + counts) * (counts > 0)).max()),
             capacity=table.width,
             max_context=self._max_context,
+            device=self._device,
         )
         hidden = self._decoder.forward(step)
         table.rows["fed"][slots[:real]] += counts[:real]
@@ -229,8 +231,8 @@ class Engine:
 
     def _sample(self, slots: NDArray[np.int64], hidden: Tensor) -> None:
         """Draw the next token of every slot whose known tokens are all fed."""
-        rows = self.table.rows
-        here = rows[slots]
+        table = self.table
+        here = table.rows[slots]
         ready = np.flatnonzero(here["active"] & (here["fed"] == here["known"]))
         if not len(ready):
             return
@@ -249,10 +251,10 @@ class Engine:
         )
         tokens, logp = drawn.cpu().numpy()[ready], drawn_logp.cpu().numpy()[ready]
         slots, known = slots[ready], here["known"][ready]
-        self.table.tokens[slots, known] = tokens
-        self.table.logp[slots, known] = logp
-        self.table.version[slots, known] = self.version
-        rows["known"][slots] += 1
+        table.tokens[slots, known] = tokens
+        table.logp[slots, known] = logp
+        table.version[slots, known] = self.version
+        table.rows["known"][slots] = known + 1
         self.sampled_tokens += len(slots)
         done = self._stops[tokens] | (known + 1 >= here["limit"][ready]) | ~np.isfinite(logp)
         for slot in slots[done].tolist():

@@ -13,16 +13,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from turngym.agents.decode import KVBuffers, Step
-from turngym.agents.model import decoder_of, head_of
+from turngym.agents.model import decoder_of, head_of, linear
 
 __all__ = ["FastDecoder", "has_fast_path"]
 
 _FAMILIES = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
-
-_HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")
-_ONEDNN_ROWS = 64
-"""Rows from which oneDNN's product beats torch's own (MKL) on the CPUs measured, up to twofold."""
 
 
 def has_fast_path(model: nn.Module) -> bool:
@@ -78,15 +74,6 @@ def _effective(module: Any) -> tuple[Tensor, Tensor | None]:
             if adapter in module.lora_A:
                 weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
     return weight, module.base_layer.bias
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `F.linear`, by the faster of the two libraries torch brings for fp32 on a CPU."""
-    is_fp32_cpu = x.device.type == "cpu" and x.dtype == torch.float32
-    if is_fp32_cpu and _HAS_ONEDNN and len(x) * x.shape[1] >= _ONEDNN_ROWS:
-        product = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return cast(Tensor, product)
-    return F.linear(x, weight, bias)
 
 
 def _fused(*modules: Any) -> tuple[Tensor, Tensor | None]:
@@ -181,9 +168,9 @@ class FastDecoder:
                 rows = torch.arange(len(x), device=x.device)
                 x, queries, bias = (t[rows, step.last][:, None] for t in (x, queries, bias))
                 mask = self._spread(bias)
-            x = x + _linear(self._attend(queries, keys, values, mask), *layer.out)
-            gate, up = _linear(self._norm(x, layer.mlp_norm), *layer.gate_up).chunk(2, dim=-1)
-            x = x + _linear(layer.activation(gate) * up, *layer.down)
+            x = x + linear(self._attend(queries, keys, values, mask), *layer.out)
+            gate, up = linear(self._norm(x, layer.mlp_norm), *layer.gate_up).chunk(2, dim=-1)
+            x = x + linear(layer.activation(gate) * up, *layer.down)
         return self._norm(x[:, 0], self._decoder.norm.weight)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -200,7 +187,7 @@ class FastDecoder:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries (B, T, heads, d), keys and values (B, kv_heads, T, d)."""
         turned = self._heads + self._kv_heads
-        qkv = _linear(x, *layer.qkv).view(*x.shape[:2], turned + self._kv_heads, -1)
+        qkv = linear(x, *layer.qkv).view(*x.shape[:2], turned + self._kv_heads, -1)
         qk, values = torch.split(qkv, [turned, self._kv_heads], dim=2)
         if layer.head_norm is not None:
             qk = F.rms_norm(qk, qk.shape[-1:], None, self._eps) * layer.head_norm

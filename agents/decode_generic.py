@@ -39,10 +39,8 @@ class _RowCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return self._buffers.store(layer_idx, self._step, key_states, value_states)
 
 
-class _Opaque:
-    """What both decoders do with a model they do not know: heads and evaluation mode."""
-
-    mode = torch.no_grad
+class _Runner:
+    """Runs a model's own modules in evaluation mode."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -52,34 +50,35 @@ class _Opaque:
         """Return fp32 logits, (B, V)."""
         return hidden.float() if self._head is None else self._head(hidden)
 
-    def refresh(self) -> None:
-        """Do nothing: the modules are read anew at every step."""
-
-    def _last(self, step: Step, **inputs: Any) -> Tensor:
-        """Run the model; return hidden states (logits without a plain head) of the last tokens."""
-        runner = self._model if self._head is None else decoder_of(self._model)
+    def last(self, ids: Tensor, last: Tensor, **inputs: Any) -> Tensor:
+        """Return hidden states, or logits without a plain head, of one token a row."""
+        module = self._model if self._head is None else decoder_of(self._model)
         training = self._model.training
         self._model.eval()
         try:
-            output = cast(Any, runner)(input_ids=step.ids, **inputs)
+            output = cast(Any, module)(input_ids=ids, **inputs)
         finally:
             self._model.train(training)
         states = output.logits if self._head is None else output.last_hidden_state
-        return cast(Tensor, states[torch.arange(len(step.slots), device=states.device), step.last])
+        return cast(Tensor, states[torch.arange(len(ids), device=ids.device), last])
 
 
-class GenericDecoder(_Opaque):
+class GenericDecoder:
     """Decodes any model made of key-value attention, sliding windows included.
 
     Args:
         model: a model for which `has_row_cache` holds.
     """
 
+    mode = torch.no_grad
+
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
+        self._decoder = decoder_of(model)
+        self._runner = _Runner(model)
+        self.head = self._runner.head
         self._buffers = KVBuffers()
         self.reserve, self.move = self._buffers.reserve, self._buffers.move
-        names = inspect.signature(decoder_of(model).forward).parameters
+        names = inspect.signature(self._decoder.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._takes_positions = "position_ids" in names
 
@@ -87,6 +86,9 @@ class GenericDecoder(_Opaque):
     def token_bytes(self) -> int:
         """Bytes one token of one slot takes in the buffers."""
         return self._buffers.token_bytes
+
+    def refresh(self) -> None:
+        """Do nothing: the modules are read anew at every step."""
 
     def forward(self, step: Step) -> Tensor:
         """Run the tokens of a step; return the state of each row's last one, (B, d)."""
@@ -97,10 +99,10 @@ class GenericDecoder(_Opaque):
         }
         if self._takes_positions:
             inputs["position_ids"] = step.positions
-        return self._last(step, **inputs)
+        return self._runner.last(step.ids, step.last, **inputs)
 
     def _masks(self, step: Step) -> Tensor | dict[str, Tensor]:
-        decoder = cast(Any, decoder_of(self._model))
+        decoder = cast(Any, self._decoder)
         window = getattr(decoder.config, "sliding_window", None)
         kinds = getattr(decoder.config, "layer_types", None)
         kinds = sorted(set(kinds)) if kinds else [_KINDS[window is not None]]
@@ -111,11 +113,14 @@ class GenericDecoder(_Opaque):
         return masks[kinds[0]] if len(kinds) == 1 else masks
 
 
-class RecomputeDecoder(_Opaque):
+class RecomputeDecoder:
     """Decodes any causal model by running whole contexts anew: right for all, fast for none."""
 
+    mode = torch.no_grad
+
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
+        self._runner = _Runner(model)
+        self.head = self._runner.head
         device = cast(Any, model).get_input_embeddings().weight.device
         self._ids = torch.zeros(0, 0, dtype=torch.int64, device=device)
 
@@ -135,17 +140,12 @@ class RecomputeDecoder(_Opaque):
         """Copy the first `length` columns of source slots onto target slots, all at once."""
         self._ids[targets, :length] = self._ids[sources, :length]
 
+    def refresh(self) -> None:
+        """Do nothing: the modules are read anew at every step."""
+
     def forward(self, step: Step) -> Tensor:
         """Run the contexts up to the step's tokens; return the state of each last one, (B, d)."""
         self._ids[step.slots[:, None], step.columns] = step.ids
         rows = torch.arange(len(step.slots), device=step.slots.device)
-        whole = Step(
-            slots=step.slots,
-            is_prefix=step.is_prefix,
-            ids=self._ids[step.slots, : step.span],
-            positions=step.positions,
-            columns=step.columns,
-            last=step.positions[rows, step.last],
-            span=step.span,
-        )
-        return self._last(whole, use_cache=False)
+        last = step.positions[rows, step.last].clamp(max=step.span - 1)
+        return self._runner.last(self._ids[step.slots, : step.span], last, use_cache=False)

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -71,24 +72,23 @@ def _feed_unevenly(decoder: Decoder, ids: Tensor, max_context: int) -> Tensor:
     """Feed two rows so that they differ in position and count; return their last logits, (2, V)."""
     length = ids.shape[1]
     decoder.reserve(2, length + 2)
-    fed = torch.zeros(2, dtype=torch.int64, device=ids.device)
+    fed = np.zeros(2, np.int64)
     last: list[Tensor] = [torch.empty(0), torch.empty(0)]
-    for counts in ([3, 1], [1, length], [length, 0]):
-        count = torch.tensor(counts, device=ids.device).minimum(length - fed)
-        columns = (fed[:, None] + torch.arange(int(count.max()), device=ids.device)).clamp(
-            max=length - 1
-        )
+    for wanted in ([3, 1], [1, length], [length, 0]):
+        counts = np.minimum(wanted, length - fed)
+        columns = np.minimum(fed[:, None] + np.arange(counts.max()), length - 1)
         step = make_step(
-            torch.arange(2, device=ids.device),
-            ids.gather(1, columns),
+            np.arange(2),
+            np.take_along_axis(ids.cpu().numpy(), columns, axis=1),
             fed,
-            count,
+            counts,
             is_prefix=True,
-            span=int((fed + count).max()),
+            span=int((fed + counts).max()),
             capacity=length + 2,
             max_context=max_context,
+            device=ids.device,
         )
         logits = decoder.head(decoder.forward(step))
-        fed = fed + count
-        last = [logits[row] if count[row] else last[row] for row in range(2)]
+        fed = fed + counts
+        last = [logits[row] if counts[row] else last[row] for row in range(2)]
     return torch.stack(last)

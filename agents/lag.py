@@ -28,8 +28,6 @@ class LoopMonitor:
         self._lag_s = lag_s
         self._interval_s = lag_s / 4
         self._stop = threading.Event()
-        self.blockers: dict[str, int] = {}
-        """How often each place blocked the loop, as `file:line in function`."""
 
     def __enter__(self) -> "LoopMonitor":
         self._loop = asyncio.get_running_loop()
@@ -58,7 +56,6 @@ class LoopMonitor:
             if place is None:
                 continue
             reported = last
-            self.blockers[place] = self.blockers.get(place, 0) + 1
             logger.warning(
                 "the event loop has been blocked for %.2f s by %s: every rollout waits; "
                 "move blocking code into the environment or a thread",

@@ -27,6 +27,7 @@ __all__ = [
     "attach_lora",
     "decoder_of",
     "head_of",
+    "linear",
     "load_model",
     "policy_logprobs",
     "vocab_size",
@@ -226,6 +227,21 @@ def _score_chunk(
     return cast(tuple[Tensor, Tensor], checkpoint(score, hidden, use_reentrant=False))
 
 
+_HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")
+_ONEDNN_ROWS = 64
+"""Rows from which oneDNN's product beats torch's own (MKL) on the CPUs measured, up to twofold."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `F.linear`; where no gradient is asked, by the faster of torch's CPU libraries."""
+    is_fp32_cpu = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
+    rows = x.numel() // x.shape[-1]
+    if is_fp32_cpu and _HAS_ONEDNN and rows >= _ONEDNN_ROWS and not torch.is_grad_enabled():
+        product = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return cast(Tensor, product)
+    return F.linear(x, weight, bias)
+
+
 _heads: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()
 
 
@@ -247,7 +263,7 @@ def head_of(model: nn.Module) -> Head | None:
     def head(hidden: Tensor) -> Tensor:
         if type(module) is nn.Linear:
             bias = cast(Tensor | None, module.bias)
-            logits = F.linear(
+            logits = linear(
                 hidden.float(), module.weight.float(), None if bias is None else bias.float()
             )
         else:

@@ -66,6 +66,8 @@ class RolloutEngine:
         self.source = source
         self.config = config or RolloutConfig()
         self.stats = RolloutStats()
+        """Sums since the engine was made, or since a fresh `RolloutStats` was put here."""
+
         self.progress = progress
         self._agent = agent
         self.seed = seed
@@ -121,6 +123,7 @@ class RolloutEngine:
         wanted = list(ordinals)
         if len(set(wanted)) != len(wanted):
             raise ConfigError(f"each ordinal may be asked once, got {wanted}")
+        self._largest = max([self._largest, *wanted])
         groups: dict[int, Group] = {}
         open_slots = list(range(len(wanted)))
         while open_slots:
@@ -131,7 +134,7 @@ class RolloutEngine:
             open_slots = [slot for slot in open_slots if slot not in groups]
             self.stats.dropped_groups += len(open_slots)
             for slot in open_slots:
-                wanted[slot] = self._refill()
+                wanted[slot] = self._fresh_ordinal(wanted)
         if len(groups) != len(wanted):
             raise EngineError(f"asked for {len(wanted)} groups, got {len(groups)}")
         self._warn_if_truncated(groups.values())
@@ -182,6 +185,12 @@ class RolloutEngine:
             task=task,
             group_id=f"{ordinal}/{task.id}",
         )
+
+    def _fresh_ordinal(self, taken: Sequence[int]) -> int:
+        ordinal = self._refill()
+        if ordinal in taken:
+            raise ConfigError(f"refill gave ordinal {ordinal}, which was asked already: {taken}")
+        return ordinal
 
     def _next_ordinal(self) -> int:
         self._largest += 1

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import turngym
 from turngym import agents
-from turngym.agents.evaluate import evaluate
 from turngym.envs import Draft, TaskSet, make_call
 from turngym.rl import EvalSchedule, OptimConfig, SftConfig, TrainConfig, train
 
@@ -52,7 +51,7 @@ if __name__ == "__main__":
     source = agents.EnvSource("my/Double-v0", split="eval")
     oracle = agents.MessageAgent.factory(agents.OraclePolicy())
     with agents.RolloutEngine(source, oracle, seed=0) as engine:
-        print("oracle:", evaluate(engine, num_tasks=50).pass_at[1].value)
+        print("oracle:", agents.evaluate(engine, num_tasks=50).pass_at[1].value)
     config = TrainConfig(
         env_id="my/Double-v0",
         run=Path(tempfile.mkdtemp()) / "run",

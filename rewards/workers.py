@@ -229,6 +229,9 @@ class WorkerPool:
                         self._idle.append(worker)
                 else:
                     self._discard(worker)
+                    if outcome.status == "timeout":
+                        spent = time.monotonic() - asked - outcome.queued_s
+                        outcome = outcome._replace(seconds=spent)
                 return outcome
         raise RewardError("workers are lost before they start on the call")
 

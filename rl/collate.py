@@ -48,9 +48,8 @@ def collate(
     width = max(1, *num_turns) if num_turns else 1
     outcome, by_turn = _reward_names(groups)
     return {
-        "row": torch.repeat_interleave(
-            torch.arange(len(rows)),
-            torch.tensor([t.num_sampled for t in trajectories], dtype=torch.int64),
+        "row": torch.from_numpy(
+            np.repeat(np.arange(len(rows)), [t.num_sampled for t in trajectories])
         ),
         "turn": _column(trajectories, "turn", np.int64),
         "role": _column(trajectories, "role", np.int8),
@@ -146,9 +145,10 @@ def _greedy(
         found = [value for value in values if value is not None]
         return sum(found) if found else None
 
-    sizes = torch.tensor([len(group.trajectories) for group in groups])
     return {
-        name: _reals([earned(greedy[g.id], name) for g in groups]).repeat_interleave(sizes)
+        name: _reals(
+            [earned(greedy[group.id], name) for group in groups for _ in group.trajectories]
+        )
         for name in names
     }
 

@@ -69,7 +69,7 @@ def batch_from_padded(
     extra: dict[str, Any] = {n: flatten(values, mask) for n, values in (columns or {}).items()}
     no = torch.zeros(num_rows, dtype=torch.bool)
     return Batch(
-        row=torch.arange(num_rows).repeat_interleave(mask.sum(-1)),
+        row=mask.nonzero()[:, 0],
         turn=flatten(turn, mask),
         role=(
             torch.full((int(mask.sum()),), int(TokenRole.REASONING), dtype=torch.int8)

@@ -40,11 +40,17 @@ class Components:
     weights: dict[str, float]
 
     def add(self, name: str, values: Tensor, weight: float, *, alone: bool = False) -> "Components":
-        """Return the components with one more outcome, or with it `alone`."""
-        if alone:
+        """Return the components with one more outcome, or with it `alone`.
+
+        A row in which every other component abstained stays without a reward.
+        """
+        if alone or not self.weights:
             return Components({name: values}, {}, {name: weight})
         if name in self.weights:
             raise ConfigError(f"the environment already has a reward called {name!r}; rename it")
+        known = [column.unsqueeze(-1) for column in self.outcome.values()] + [*self.turn.values()]
+        scored = torch.cat([~column.isnan() for column in known], -1).any(-1)
+        values = values.masked_fill(~scored, float("nan"))
         return replace(
             self,
             outcome=self.outcome | {name: values},

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from turngym.agents.base import Sampling
-from turngym.agents.evaluate import evaluate
+from turngym.agents.evaluation import evaluate
 from turngym.agents.hf_policy import HFPolicy
 from turngym.agents.model import adapters_disabled, attach_lora, load_model, vocab_size
 from turngym.agents.renderer import Renderer

@@ -7,7 +7,7 @@ from turngym.errors import TrajectoryError
 from turngym.rl.advantages import divide, moments, snap
 from turngym.rl.credit import Case, Estimate, estimate, paint
 from turngym.rl.estimators import AnchorState, OutcomeAndTurn, StepValues, TurnNormalized
-from turngym.rl.segments import discounted_to_go
+from turngym.rl.segments import discounted_to_go, lengths_of
 
 __all__ = ["normalize_pool"]
 
@@ -59,6 +59,9 @@ def _(estimator: AnchorState, case: Case) -> Estimate:
         to_go.flatten(), pool, int(pool.max()) + 1 if len(pool) else 0, here.flatten(),
         scale=scale, eps=eps,
     ).reshape(to_go.shape)  # fmt: skip
+    # A trajectory that meets one state twice has nobody to be compared with.
+    size = lengths_of(batch.group, batch.num_groups, case.returns.live)
+    here = here & (size >= 2)[batch.group].unsqueeze(-1)
     values = torch.where(here, episode.unsqueeze(-1) + estimator.omega * step, 0.0)
     return Estimate(paint(values, batch), state=case.state)
 

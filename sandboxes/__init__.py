@@ -11,8 +11,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from turngym.sandboxes.check import CheckReport, check_sandbox
-
     from turngym.sandboxes.base import (
         Artifact,
         ErrorInfo,
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
         Sandbox,
         Session,
     )
+    from turngym.sandboxes.check import CheckReport, check_sandbox
     from turngym.sandboxes.echo import EchoSandbox
     from turngym.sandboxes.factory import BACKENDS, create
     from turngym.sandboxes.isolation import SandboxDegradedWarning

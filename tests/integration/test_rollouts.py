@@ -9,7 +9,7 @@ import pytest
 
 from turngym.agents.base import ActContext, Sampling
 from turngym.agents.config import RolloutConfig
-from turngym.agents.evaluate import evaluate
+from turngym.agents.evaluation import evaluate
 from turngym.agents.hf_policy import HFPolicy
 from turngym.agents.model import load_model
 from turngym.agents.renderer import Renderer

@@ -39,7 +39,7 @@ def run(argv: Sequence[str]) -> None:
     """Run the command."""
     setup_logging()
     config, env_kwargs = parse(EvalConfig(), argv, prog="turngym eval")
-    from turngym.agents.evaluate import evaluate
+    from turngym.agents.evaluation import evaluate
 
     def advance(done: int, asked: int) -> None:
         show(done, total=asked)

@@ -63,10 +63,9 @@ def run_in(row: dict[str, Any], work: Callable[[], Verdict]) -> Verdict:
             return asyncio.run(asyncio.to_thread(work))
         case "pool_200":
             with ThreadPoolExecutor(200) as threads:
-                verdicts = {future.result().verdict for future in [threads.submit(work)] * 200}
-                verdicts |= set(threads.map(lambda _: work().verdict, range(200)))
-            assert len(verdicts) == 1
-            return work()
+                verdicts = list(threads.map(lambda _: work(), range(200)))
+            assert len({verdict.verdict for verdict in verdicts}) == 1
+            return verdicts[-1]
         case "after_timeout":
             assert verify(SLOW, "5", deadline_s=0.3).verdict == "timeout"
             return work()
@@ -147,14 +146,6 @@ def test_waiting_for_a_worker_does_not_count() -> None:
     assert max(verdict.seconds for verdict in verdicts) <= 0.8
 
 
-def test_memory_is_bounded() -> None:
-    # A set of nested sums that math alone would grow without end is refused by the size guards;
-    # what passes them meets the worker's limit, and the caller keeps running either way.
-    verdict = verify(r"\boxed{\sum_{k=1}^{20000} k^{20000}}", "5", deadline_s=0.5)
-    assert verdict.verdict in ("timeout", "wrong")
-    assert verify(r"\boxed{5}", "5").verdict == "right"
-
-
 def test_the_callers_alarm_and_handlers_are_left_alone() -> None:
     def handler(signum: int, frame: object) -> None:
         raise AssertionError("the alarm went off")
@@ -162,14 +153,14 @@ def test_the_callers_alarm_and_handlers_are_left_alone() -> None:
     before = signal.signal(signal.SIGALRM, handler)
     child = signal.getsignal(signal.SIGCHLD)
     try:
-        signal.alarm(60)
+        signal.alarm(60)  # noqa: TID251 - the caller's own
         verify(SLOW, "5", deadline_s=0.3)
         verify(r"\boxed{5}", "5")
-        assert 50 < signal.alarm(0) <= 60
+        assert 50 < signal.alarm(0) <= 60  # noqa: TID251 - the caller's own
         assert signal.getsignal(signal.SIGALRM) is handler
         assert signal.getsignal(signal.SIGCHLD) == child
     finally:
-        signal.alarm(0)
+        signal.alarm(0)  # noqa: TID251 - the caller's own
         signal.signal(signal.SIGALRM, before)
 
 
@@ -255,7 +246,7 @@ def test_nothing_is_left_after_a_normal_exit() -> None:
     process = script(
         """
         print(verify(r"\\boxed{5}", "5").verdict, flush=True)
-        input() if False else time.sleep(0.5)
+        time.sleep(0.5)
         """
     )
     assert process.stdout is not None

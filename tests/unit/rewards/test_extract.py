@@ -77,7 +77,8 @@ def test_an_answer_in_prose_counts_only_on_request() -> None:
 
 PIECES = [
     "\\boxed{", "\\boxed", "\\fbox{", "{", "}", "\\{", "\\}", "\\\\", "\\", "<think>", "</think>",
-    "<answer>", "</answer>", "#### ", "\n", "answer is ", "5", "x", " ", "<|im_end|>", "é", "\ud800",
+    "<answer>", "</answer>", "#### ", "\n", "answer is ", "5", "x", " ", "<|im_end|>", "é",
+    "\ud800",
 ]  # fmt: skip
 
 
@@ -107,7 +108,19 @@ def test_the_content_of_every_box_is_balanced(text: str) -> None:
 
 @pytest.mark.parametrize(
     "unit",
-    ["\\boxed{", "{", "}", "\\", "<think>", "</think>", "<answer>", "#### ", "#", "answer is ", " "],
+    [
+        "\\boxed{",
+        "{",
+        "}",
+        "\\",
+        "<think>",
+        "</think>",
+        "<answer>",
+        "#### ",
+        "#",
+        "answer is ",
+        " ",
+    ],
 )
 def test_time_grows_in_step_with_the_length(unit: str) -> None:
     def seconds(times: int) -> float:

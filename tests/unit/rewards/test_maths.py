@@ -77,8 +77,8 @@ def test_integers_of_any_size_compare_exactly(number: int, change: int) -> None:
 
 NOTATION = [
     "1", "23", ".", ",", "\\frac", "{", "}", "(", ")", "[", "]", "\\{", "\\}", "^", "_", "+", "-",
-    "\\pm", "=", "<", "\\cup", "\\sqrt", "\\text{", "cm", "x", "\\pi", "\\sin", "!", "%", "|", "\\\\",
-    "&", "\\begin{pmatrix}", "\\end{pmatrix}", "\\int", "\\sum", ":", "\\infty", " and ", "$", "²",
+    "\\pm", "=", "<", "\\cup", "\\sqrt", "\\text{", "cm", "x", "\\pi", "\\sin", "!", "%", "|",
+    "\\\\", "&", "\\begin{pmatrix}", "\\end{pmatrix}", "\\int", "\\sum", ":", "\\infty", " and ", "$", "²",
 ]  # fmt: skip
 
 
@@ -116,7 +116,9 @@ def changed(gold: str) -> str:
 def test_every_gold_answer_of_math_can_be_read_and_equals_itself(shared: Path) -> None:
     unread: list[str] = []
     for gold in answers(shared):
-        respelled = gold.replace(r"\frac", r"\dfrac").replace("(", r"\left(").replace(")", r"\right)")
+        respelled = (
+            gold.replace(r"\frac", r"\dfrac").replace("(", r"\left(").replace(")", r"\right)")
+        )
         assert grade(rf"\boxed{{ {respelled} }}", gold).verdict == "right", gold
         try:
             parse(tokenize(clean(gold)))

@@ -1,22 +1,13 @@
 import json
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from turngym.agents.parsing import ParsedCall, ParseError, parse
-
-TYPES: Mapping[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "object": (dict,),
-    "array": (list,),
-    "null": (type(None),),
-}
+from turngym.agents.parsing import parse, to_message
+from turngym.envs.calls import answer_calls
+from turngym.envs.tools import Tool
 
 
 @pytest.fixture(scope="module")
@@ -38,44 +29,22 @@ def cases(shared: Path) -> list[dict[str, Any]]:
     return loaded
 
 
-def violation(call: ParsedCall, tools: list[dict[str, Any]]) -> str | None:
-    schemas = {tool["name"]: tool["parameters"] for tool in tools}
-    if call.name not in schemas:
-        return "unknown_tool"
-    schema = schemas[call.name]
-    if not set(schema.get("required", [])) <= set(call.arguments) <= set(schema["properties"]):
-        return "schema_mismatch"
-    for name, value in call.arguments.items():
-        declared = schema["properties"][name]
-        kinds = declared["type"] if isinstance(declared["type"], list) else [declared["type"]]
-        is_of = any(
-            isinstance(value, TYPES[kind]) and isinstance(value, bool) <= (kind == "boolean")
-            for kind in kinds
-        )
-        if not is_of or value not in declared.get("enum", [value]):
-            return "schema_mismatch"
-    return None
-
-
 def outcome(
-    case: dict[str, Any], tools: list[dict[str, Any]], *, lenient: bool = False
+    case: dict[str, Any], schemas: list[dict[str, Any]], *, lenient: bool = False
 ) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the calls that an environment would run, and the kinds of the others, in order."""
     parsed = parse(
         case["text"],
         case["format"],
         finish_reason=case["finish_reason"],
-        tools=tools,
+        tools=schemas,
         role=case["role"],
         lenient=lenient,
     )
-    calls, errors = [], []
-    for attempt in parsed.attempts:
-        kind = attempt.kind if isinstance(attempt, ParseError) else violation(attempt, tools)
-        if kind is not None:
-            errors.append(kind)
-        elif isinstance(attempt, ParsedCall):
-            calls.append({"name": attempt.name, "arguments": attempt.arguments})
-    return calls, errors
+    tools = {schema["name"]: Tool.from_schema(schema, lambda **_: "ok") for schema in schemas}
+    results, _ = answer_calls(to_message(parsed), tools, turn=0)
+    calls = [{"name": r.name, "arguments": r.arguments} for r in results if r.error is None]
+    return calls, [r.error for r in results if r.error is not None]
 
 
 def test_every_shared_case_has_its_calls_and_errors_in_time(

@@ -179,6 +179,15 @@ def test_the_callers_stream_fills_dropped_groups(relay: Relay) -> None:
     assert [group.ordinal for group in groups] == [0, 41]
 
 
+def test_a_stream_that_repeats_itself_is_refused(relay: Relay) -> None:
+    source = relay(faults={0: "env"}, fault_tasks=("task-1",))
+    with (
+        engine(source, refill=lambda: 0, failure_rate=1.0) as rollouts,
+        pytest.raises(ConfigError, match="refill gave ordinal 0"),
+    ):
+        rollouts.run([0, 1])
+
+
 def test_a_broken_world_opens_the_breaker_which_names_the_cause(relay: Relay) -> None:
     with (
         engine(relay(faults={0: "env"})) as rollouts,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from turngym.agents.config import RolloutConfig
-from turngym.agents.evaluate import evaluate
+from turngym.agents.evaluation import evaluate
 from turngym.agents.rollout import EnvSource, MessageAgent, RolloutEngine
 from turngym.agents.scripted import OraclePolicy
 from turngym.agents.store import TrajectoryStore

@@ -92,6 +92,11 @@ class Algorithm:
         return next((rule for rule in self.tokens if isinstance(rule, kind)), None)
 
     @property
+    def aggregates(self) -> bool:
+        """The loss is a weighted sum over tokens; a preference loss is a mean over pairs."""
+        return not isinstance(self.advantage, Pairs)
+
+    @property
     def needs_metric(self) -> bool:
         """Something asks which component tells right from wrong."""
         return (

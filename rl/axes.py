@@ -158,7 +158,10 @@ class TopK(KeepInGroup):
     """Keep the best k members of a group (GFPO, arXiv:2508.09726)."""
 
     k: int = 8
-    metric: Literal["shortest", "token_efficiency"] = "shortest"
+    metric: Literal["shortest", "token_efficiency", "first"] = "shortest"
+    """`shortest`: fewest policy tokens; `token_efficiency`: largest return per token; `first`:
+    the order of sampling, as when many members vote and some train (TTRL)."""
+
     denominator: Literal["all", "kept"] = "all"
     """Rows that count in the aggregation: the paper's equation 2 keeps rejected rows in it."""
 

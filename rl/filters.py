@@ -194,7 +194,7 @@ def keep_members(
 def _ranking(metric: str, batch: Batch, total: Tensor, live: Tensor) -> Tensor:
     """Place of each row in its group, the best first, ties by index, (B,)."""
     lengths = lengths_of(batch.row, batch.num_rows).double()
-    key = lengths
+    key = torch.zeros_like(lengths) if metric == "first" else lengths
     if metric == "token_efficiency":
         key = -total / lengths.clamp(min=1)
     key = torch.where(live, key, torch.inf)

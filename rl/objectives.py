@@ -57,6 +57,7 @@ def objective(
             f"one log-probability per token is needed: {tuple(index.shape)} tokens, "
             f"{tuple(logp_new.shape)} log-probabilities"
         )
+    index = index.to(batch.row.device)
     if logp_new.dtype in (torch.float16, torch.bfloat16):
         logp_new = logp_new.float()
     _check_whole(bound, batch, index)
@@ -82,7 +83,7 @@ def objective(
 
 def _take(column: Tensor, index: Tensor, like: Tensor) -> Tensor:
     """Gather some tokens of a column onto the device and in the dtype of `like`."""
-    return column[index.to(column.device)].to(device=like.device, dtype=like.dtype)
+    return column[index].to(device=like.device, dtype=like.dtype)
 
 
 def _tokens(
@@ -232,7 +233,6 @@ def value_objective(
 def _check_whole(bound: BoundAlgorithm, batch: Batch, index: Tensor) -> None:
     if bound.unit == "token":
         return
-    index = index.to(batch.row.device)
     found = lengths_of(batch.row[index], batch.num_rows)
     split = (found > 0) & (found < batch.rows.lengths)
     if bound.unit == "group":

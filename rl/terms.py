@@ -136,8 +136,11 @@ class KL(Regularizer):
     """Trajectories over which the controller reacts."""
 
     reset_steps: int | None = None
-    """Optimizer steps after which the reference becomes the current policy and the optimizer
-    state is cleared (ProRL, arXiv:2505.24864)."""
+    """Optimizer steps after which the reference moves to the current policy and the optimizer
+    state is cleared (ProRL, arXiv:2505.24864); None = never."""
+
+    reset_mix: float = 1.0
+    """Share of the current policy in the new reference; 0.6 is TR-DPO's (arXiv:2404.09656)."""
 
     def __post_init__(self) -> None:
         check_choice("KL", "estimator", self.estimator, KLEstimator)
@@ -156,6 +159,17 @@ class KL(Regularizer):
             not (self.where == "reward" and self.ratio_corrected),
             "KL.ratio_corrected needs the loss; set where='loss'",
         )
+        check_that(
+            self.reset_steps is None or self.reset_steps >= 1,
+            f"KL.reset_steps must be at least 1, got {self.reset_steps}",
+        )
+        check_that(
+            0 < self.reset_mix <= 1, f"KL.reset_mix must lie in (0, 1], got {self.reset_mix}"
+        )
+
+    def resets_after(self, step: int) -> bool:
+        """Tell whether the reference moves after the optimizer step number `step`, from 1."""
+        return self.reset_steps is not None and step % self.reset_steps == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

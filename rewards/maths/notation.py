@@ -12,11 +12,11 @@ from fractions import Fraction
 from typing import Literal
 
 from turngym.rewards.maths.nodes import Node, Number, Op, Text, UnreadableError
-from turngym.rewards.maths.units import SHORT_WORDS, UNIT_LETTERS
+from turngym.rewards.maths.units import CLOCK_HALVES, SHORT_WORDS, UNIT_LETTERS
 
 __all__ = ["MAX_TOKENS", "Grouping", "Token", "canonical", "clean", "tokenize"]
 
-MAX_TOKENS = 20_000
+MAX_TOKENS = 50_000
 MAX_DIGITS = 4_000
 
 _UNICODE = {
@@ -277,7 +277,9 @@ class _Lexer:
         if found["font"].startswith("operatorname"):
             self._add("macro", _SAME_MACRO.get(body.strip(), body.strip()))
         elif any(len(word) > 1 and word.lower() not in ("and", "or") for word in words) or (
-            words and self._after_a_value() and UNIT_LETTERS.issuperset(words)
+            words
+            and self._after_a_value()
+            and (UNIT_LETTERS.issuperset(words) or body.strip().lower() in CLOCK_HALVES)
         ):
             self._add("text", " ".join(body.split()))
         else:
@@ -298,7 +300,7 @@ class _Lexer:
             self._add(
                 "macro", {"infinity": "infty", "oo": "infty"}.get(word, _SAME_MACRO.get(word, word))
             )
-        elif len(word) > 3 or (len(word) > 1 and lower in SHORT_WORDS):
+        elif len(word) > 3 or (lower in SHORT_WORDS and self._after_a_value()):
             self._add("text", word)
         else:
             for letter in word:
@@ -306,9 +308,10 @@ class _Lexer:
         return found.end()
 
     def _after_a_value(self) -> bool:
-        return bool(self.tokens) and (
-            self.tokens[-1].kind == "number" or self.tokens[-1].text in ("}", ")", "pi")
-        )
+        if not self.tokens:
+            return False
+        last = self.tokens[-1]
+        return last.kind in ("number", "text") or last.text in ("}", ")", "pi")
 
 
 def _repeating(found: re.Match[str]) -> Number:

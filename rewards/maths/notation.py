@@ -41,8 +41,10 @@ _VULGAR = re.compile("[¼-¾⅐-⅞]")
 
 _SPACE = re.compile(
     r"\s+|~|\\[,;:!> ]|\\(?:q?quad|left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits"
-    r"|boxed|fbox|framebox|thinspace|mathstrut|notag|hfill|phantom\{[^{}]*\}|hspace\{[^{}]*\})(?![A-Za-z])"
+    r"|boxed|fbox|framebox|underline|bf|rm|it|thinspace|mathstrut|notag|hfill"
+    r"|(?:phantom|hspace|color|textcolor)\s?\{[^{}]*\})(?![A-Za-z])"
 )
+_LETTER_TIMES = re.compile(r"(?<=\d)\s{0,3}[xX]\s{0,3}(?=10\s{0,3}\^)")
 _SEP = r"(?:\{,\}|,\\!|\\!,|\\,|\\;|\\:|\\ |~|[ \u00a0\u2009\u202f])\s{0,4}"
 _TAIL = r"(?:\.(?P<fraction>\d+))?"
 _GROUPED = re.compile(rf"(?P<whole>\d{{1,3}}(?:{_SEP}\d{{3}}){{1,100}})(?!\d|,\d|\s*/){_TAIL}")
@@ -68,6 +70,7 @@ _TEXT = re.compile(
     r"\\(?P<font>text|textbf|textit|textrm|textsf|texttt|textnormal|mbox|hbox|mathrm|mathbf|mathit"
     r"|mathsf|mathtt|boldsymbol|bm|operatorname\*?)(?![A-Za-z])\s*(?:\{(?P<body>[^{}\\]{0,200})\})?"
 )
+_LEADING_NUMBER = re.compile(r"\s*-?\d[\d.,:/]*(?=\s*[A-Za-z])")
 _BLACKBOARD = re.compile(r"\\(?:mathbb|Bbb|mathbf|bold)\s*\{?\s*(?P<set>[NZQRC])\s*\}?(?![A-Za-z])")
 _ENVIRONMENT = re.compile(
     r"\\(?P<edge>begin|end)\s*\{(?P<name>[A-Za-z]+\*?)\}(?:\s*\{[lcr|\s]*\})?"
@@ -119,7 +122,7 @@ def clean(text: str) -> str:
         text = re.sub("[₀₁₂₃₄₅₆₇₈₉₊₋]+", lambda m: f"_{{{m[0].translate(_LOWERED)}}}", text)
         text = _VULGAR.sub(_vulgar, text).translate(_TABLE)
         text = unicodedata.normalize("NFKC", text).translate(_TABLE)
-    text = _without_full_stop(text.strip())
+    text = _LETTER_TIMES.sub(r"\\times ", _without_full_stop(text.strip()))
     for left, right in ((r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"), ("$", "$")):
         if len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right):
             text = text[len(left) : -len(right)].strip()
@@ -271,9 +274,14 @@ class _Lexer:
 
     def _text(self, found: re.Match[str]) -> None:
         body = found["body"]
-        if body is None:
+        if body is None or body.strip() in (".", "?", "!"):
             return
+        if body.count("$") % 2 == 0:
+            body = body.replace("$", "")
         words = _WORD.findall(body)
+        if words and (number := _LEADING_NUMBER.match(body)):
+            self.tokens.extend(_Lexer(number.group(), self.group).run())
+            body = body[number.end() :]
         if found["font"].startswith("operatorname"):
             self._add("macro", _SAME_MACRO.get(body.strip(), body.strip()))
         elif any(len(word) > 1 and word.lower() not in ("and", "or") for word in words) or (
@@ -311,7 +319,7 @@ class _Lexer:
         if not self.tokens:
             return False
         last = self.tokens[-1]
-        return last.kind in ("number", "text") or last.text in ("}", ")", "pi")
+        return last.kind in ("number", "text") or last.text in ("}", ")", "pi", "circ")
 
 
 def _repeating(found: re.Match[str]) -> Number:

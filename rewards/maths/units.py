@@ -6,7 +6,15 @@ from typing import NamedTuple
 
 from turngym.rewards.maths.nodes import UnreadableError
 
-__all__ = ["CLOCK_HALVES", "MULTIPLES", "SHORT_WORDS", "UNIT_LETTERS", "Unit", "read_unit"]
+__all__ = [
+    "CLOCK_HALVES",
+    "MULTIPLES",
+    "SHORT_WORDS",
+    "UNIT_LETTERS",
+    "Unit",
+    "read_unit",
+    "share_a_word",
+]
 
 
 class Unit(NamedTuple):
@@ -104,6 +112,12 @@ def read_unit(label: str) -> Unit | None:
             factor *= known[1] ** power
             raised = 1
     return Unit(tuple(sorted((base, n) for base, n in powers.items() if n)), factor)
+
+
+def share_a_word(left: str, right: str) -> bool:
+    """Tell whether two labels name the same thing, as "red apples" and "apple" do."""
+    a, b = ({_single(word) for word in re.findall(r"[A-Za-z]+", text)} for text in (left, right))
+    return not a.isdisjoint(b)
 
 
 def _spell(label: str) -> str:

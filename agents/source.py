@@ -14,7 +14,6 @@ import gymnasium
 
 from turngym.agents.threads import BlockingPool, CallTimeoutError
 from turngym.envs.registry import make
-from turngym.envs.registry import find
 from turngym.errors import ConfigError, EnvError
 from turngym.types import Action, Observation, Rewards, RewardSpec, Status, Task
 

@@ -21,7 +21,11 @@ def run(code: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "last"),
-    [("01_play.py", "tool     42"), ("02_register_env.py", "{'correct': 1.0}")],
+    [
+        ("01_play.py", "tool     42"),
+        ("02_register_env.py", "{'correct': 1.0}"),
+        ("03_train_own_env.py", "trained model:"),
+    ],
 )
 def test_an_example_runs(name: str, last: str) -> None:
     printed = run(f"import runpy; runpy.run_path('examples/{name}', run_name='__main__')")

@@ -75,7 +75,10 @@ class Calculator(TurnEnv):
     """Answer arithmetic questions with a calculator that does one operation a call."""
 
     tools = (calc,)
-    habits = ("guess", "broken_json", "wrong_operator", "no_think", "ignore_result", "stop_early")
+    habits = (
+        *("guess", "skip_tool", "broken_json", "wrong_operator"),
+        *("no_think", "ignore_result", "stop_early"),
+    )
 
     def __init__(
         self,
@@ -182,9 +185,11 @@ class Calculator(TurnEnv):
         done = min(len(values), len(operators))
         last = values[-1] if values else numbers[0]
         guesses = not self.turns and slips("guess")
-        if done == len(operators) or guesses or (done > 0 and slips("stop_early")):
+        knows = not self.turns and slips("skip_tool")
+        if done == len(operators) or guesses or knows or (done > 0 and slips("stop_early")):
             wrong = guesses or slips("ignore_result")
-            answer = _near(rng, self.task.answer) if wrong else last
+            right = self.task.answer if knows else last
+            answer = _near(rng, self.task.answer) if wrong else right
             action = Action(role="assistant", content=f"<answer>{answer}</answer>")
             thought = _THINK_LAST
         else:

@@ -352,7 +352,8 @@ class TurnEnv(gymnasium.Env[Observation, Action]):
     def _tell_tools(self) -> list[dict[str, Any]] | None:
         """Return the schemas of the tools offered, or None when they are as they were told."""
         episode = self._current()
-        schemas = [self._tools[name].schema for name in self.offered()]
+        with self._boundary("offered"):
+            schemas = [self._tools[name].schema for name in self.offered()]
         if episode.turns and schemas == episode.told:
             return None
         episode.told = schemas

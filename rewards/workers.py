@@ -87,6 +87,9 @@ class _Zygote:
                 | _SINGLE_THREADED,
                 start_new_session=True,
             )
+        except OSError as error:
+            self.control.close()
+            raise _LostError(str(error)) from error
         finally:
             theirs.close()
         try:
@@ -224,6 +227,9 @@ class WorkerPool:
                 except _LostError:
                     self._discard(worker)
                     continue
+                except BaseException:
+                    self._discard(worker)
+                    raise
                 if outcome.status in ("done", "error") and worker.calls < self.recycle_after:
                     with self._lock:
                         self._idle.append(worker)

@@ -183,7 +183,8 @@ class TrainSession:
             path = self.config.run / "tiny"
             if self._ranks.is_main and self._checkpoint is None:
                 shutil.rmtree(path, ignore_errors=True)  # left by a start that was refused
-                build_tiny_agent(path, seed=self.config.seed)
+                with saving(path):
+                    build_tiny_agent(path, seed=self.config.seed)
             self._ranks.wait()
         device = self._ranks.device or config.device
         return load_model(path, dtype=config.dtype, device=device)

@@ -108,6 +108,8 @@ class AtomReader(ABC):
             return self._bracket(_LEFT[token.text])
         if token.text == "{" and token.kind == "operator":
             node = self.nested(self.statement)
+            if self.take("choose"):
+                node = Op("binom", (node, self.nested(self.statement)))
             self.expect("}")
             return node
         if token.kind == "macro":

@@ -27,7 +27,7 @@ from turngym.rewards.maths.nodes import (
 )
 from turngym.rewards.maths.realsets import same_set
 from turngym.rewards.maths.shapes import is_name, normal, turned
-from turngym.rewards.maths.units import read_unit
+from turngym.rewards.maths.units import read_unit, share_a_word
 from turngym.rewards.maths.values import MIN_DIGITS, equal, nearly
 
 __all__ = ["same"]
@@ -219,18 +219,31 @@ def plain(text: str) -> str:
 
 
 def _quantities(answer: Node, gold: Node) -> bool | None:
-    if not isinstance(answer, Quantity) and not isinstance(gold, Quantity):
+    (a, label), (b, gold_label) = _measured(answer), _measured(gold)
+    if not label and not gold_label:
         return None
-    (a, a_unit), (b, b_unit) = (_measured(node) for node in (answer, gold))
-    if a_unit is None or b_unit is None or a_unit == b_unit:
+    unit, gold_unit = read_unit(label), read_unit(gold_label)
+    if not label or not gold_label:
         return same(a, b)
-    if a_unit.dimension != b_unit.dimension:
-        return False
-    return same(_scaled(a, a_unit.factor), _scaled(b, b_unit.factor))
+    if unit is None or gold_unit is None:
+        return share_a_word(label, gold_label) and same(a, b)
+    if unit == gold_unit:
+        return same(a, b)
+    return unit.dimension == gold_unit.dimension and same(
+        _scaled(a, unit.factor), _scaled(b, gold_unit.factor)
+    )
 
 
-def _measured(node: Node) -> tuple[Node, Any]:
-    return (node.value, read_unit(node.unit)) if isinstance(node, Quantity) else (node, None)
+def _measured(node: Node) -> tuple[Node, str]:
+    """Value and label; an angle in degrees is a quantity."""
+    match node:
+        case Quantity(value, unit):
+            return value, unit
+        case Op("degree", (value,)):
+            return value, "°"
+        case Op("neg", (Op("degree", (value,)),)):
+            return Op("neg", (value,)), "°"
+    return node, ""
 
 
 def _scaled(node: Node, factor: Fraction) -> Node:

@@ -29,7 +29,8 @@ class Grade(NamedTuple):
 _PLACEHOLDER = re.compile(r"\[[A-Za-z ]*\]")
 _CHOICE = re.compile(r"\(?(?P<letter>[A-Z])\)?")
 _CHOSEN = re.compile(
-    r"\(?(?P<letter>[A-Za-z])(?:\)|[.:](?=\s|$)|\)[.:])?(?P<rest>\s.*)?", re.DOTALL
+    r"(?:(?i:option|choice|answer)\s+)?\(?(?P<letter>[A-Za-z])(?:\)|[.:](?=\s|$)|\)[.:])?(?P<rest>\s.*)?",
+    re.DOTALL,
 )
 _OTHER_CHOICE = re.compile(r"(?<![A-Za-z])\(?[A-Z][).:](?:\s|$)")
 _IN_WORDS = re.compile(r"[A-Za-z]{4}|^(?:yes|no)$", re.IGNORECASE)

@@ -41,7 +41,10 @@ _RELATIONS = {
 }  # fmt: skip
 _SET_OPS = ("cup", "cap", "setminus")
 _SUM_OPS = ("+", "-", "pm", "mp")
-_NO_FACTOR = {*_RELATIONS, *_SET_OPS, *_SUM_OPS, "circ", "rangle", "rfloor", "rceil", "ldots"}
+_NO_FACTOR = {*_RELATIONS, *_SET_OPS, *_SUM_OPS, "circ", "rangle", "rfloor", "rceil"} | {
+    "ldots",
+    "choose",
+}
 _CURRENCY = {r"\$": "$", "€": "€", "£": "£"}
 _LABEL_MARKS = ("^", "/", "-", "{", "}")
 _WORDLIKE = {"-", "'", ".", ":", "(", ")", "!", "?"}
@@ -110,8 +113,6 @@ class _Parser(AtomReader):
             if label.lower() in ("percent", "percentage", "pct"):
                 return Op("percent", (value,))
             unit = unit or label
-        if isinstance(value, Op) and value.name == "degree" and not unit:
-            return Quantity(value.args[0], "°")
         return Quantity(value, unit) if unit else value
 
     def _words(self) -> Node:

@@ -12,11 +12,11 @@ from fractions import Fraction
 from typing import Literal
 
 from turngym.rewards.maths.nodes import Node, Number, Op, Text, UnreadableError
-from turngym.rewards.maths.units import SHORT_WORDS, UNIT_LETTERS
+from turngym.rewards.maths.units import CLOCK_HALVES, SHORT_WORDS, UNIT_LETTERS
 
 __all__ = ["MAX_TOKENS", "Grouping", "Token", "canonical", "clean", "tokenize"]
 
-MAX_TOKENS = 20_000
+MAX_TOKENS = 50_000
 MAX_DIGITS = 4_000
 
 _UNICODE = {
@@ -41,8 +41,10 @@ _VULGAR = re.compile("[¼-¾⅐-⅞]")
 
 _SPACE = re.compile(
     r"\s+|~|\\[,;:!> ]|\\(?:q?quad|left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits"
-    r"|boxed|fbox|framebox|thinspace|mathstrut|notag|hfill|phantom\{[^{}]*\}|hspace\{[^{}]*\})(?![A-Za-z])"
+    r"|boxed|fbox|framebox|underline|bf|rm|it|thinspace|mathstrut|notag|hfill"
+    r"|(?:phantom|hspace|color|textcolor)\s?\{[^{}]*\})(?![A-Za-z])"
 )
+_LETTER_TIMES = re.compile(r"(?<=\d)\s{0,3}[xX]\s{0,3}(?=10\s{0,3}\^)")
 _SEP = r"(?:\{,\}|,\\!|\\!,|\\,|\\;|\\:|\\ |~|[ \u00a0\u2009\u202f])\s{0,4}"
 _TAIL = r"(?:\.(?P<fraction>\d+))?"
 _GROUPED = re.compile(rf"(?P<whole>\d{{1,3}}(?:{_SEP}\d{{3}}){{1,100}})(?!\d|,\d|\s*/){_TAIL}")
@@ -68,6 +70,7 @@ _TEXT = re.compile(
     r"\\(?P<font>text|textbf|textit|textrm|textsf|texttt|textnormal|mbox|hbox|mathrm|mathbf|mathit"
     r"|mathsf|mathtt|boldsymbol|bm|operatorname\*?)(?![A-Za-z])\s*(?:\{(?P<body>[^{}\\]{0,200})\})?"
 )
+_LEADING_NUMBER = re.compile(r"\s*-?\d[\d.,:/]*(?=\s*[A-Za-z])")
 _BLACKBOARD = re.compile(r"\\(?:mathbb|Bbb|mathbf|bold)\s*\{?\s*(?P<set>[NZQRC])\s*\}?(?![A-Za-z])")
 _ENVIRONMENT = re.compile(
     r"\\(?P<edge>begin|end)\s*\{(?P<name>[A-Za-z]+\*?)\}(?:\s*\{[lcr|\s]*\})?"
@@ -119,7 +122,7 @@ def clean(text: str) -> str:
         text = re.sub("[₀₁₂₃₄₅₆₇₈₉₊₋]+", lambda m: f"_{{{m[0].translate(_LOWERED)}}}", text)
         text = _VULGAR.sub(_vulgar, text).translate(_TABLE)
         text = unicodedata.normalize("NFKC", text).translate(_TABLE)
-    text = _without_full_stop(text.strip())
+    text = _LETTER_TIMES.sub(r"\\times ", _without_full_stop(text.strip()))
     for left, right in ((r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"), ("$", "$")):
         if len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right):
             text = text[len(left) : -len(right)].strip()
@@ -271,13 +274,20 @@ class _Lexer:
 
     def _text(self, found: re.Match[str]) -> None:
         body = found["body"]
-        if body is None:
+        if body is None or body.strip() in (".", "?", "!"):
             return
+        if body.count("$") % 2 == 0:
+            body = body.replace("$", "")
         words = _WORD.findall(body)
+        if words and (number := _LEADING_NUMBER.match(body)):
+            self.tokens.extend(_Lexer(number.group(), self.group).run())
+            body = body[number.end() :]
         if found["font"].startswith("operatorname"):
             self._add("macro", _SAME_MACRO.get(body.strip(), body.strip()))
         elif any(len(word) > 1 and word.lower() not in ("and", "or") for word in words) or (
-            words and self._after_a_value() and UNIT_LETTERS.issuperset(words)
+            words
+            and self._after_a_value()
+            and (UNIT_LETTERS.issuperset(words) or body.strip().lower() in CLOCK_HALVES)
         ):
             self._add("text", " ".join(body.split()))
         else:
@@ -298,7 +308,7 @@ class _Lexer:
             self._add(
                 "macro", {"infinity": "infty", "oo": "infty"}.get(word, _SAME_MACRO.get(word, word))
             )
-        elif len(word) > 3 or (len(word) > 1 and lower in SHORT_WORDS):
+        elif len(word) > 3 or (lower in SHORT_WORDS and self._after_a_value()):
             self._add("text", word)
         else:
             for letter in word:
@@ -306,9 +316,10 @@ class _Lexer:
         return found.end()
 
     def _after_a_value(self) -> bool:
-        return bool(self.tokens) and (
-            self.tokens[-1].kind == "number" or self.tokens[-1].text in ("}", ")", "pi")
-        )
+        if not self.tokens:
+            return False
+        last = self.tokens[-1]
+        return last.kind in ("number", "text") or last.text in ("}", ")", "pi", "circ")
 
 
 def _repeating(found: re.Match[str]) -> Number:

@@ -86,7 +86,7 @@ def is_name(node: Node) -> bool:
     """Tell whether a node can be what an answer is called: `x`, `AB`, `f(x)`, words."""
     if isinstance(node, Text | Symbol):
         return True
-    if isinstance(node, Op) and node.name in ("*", "prime"):
+    if isinstance(node, Op) and node.name in ("*", "inverse", "prime"):
         return all(map(is_name, node.args))
     return isinstance(node, Group) and all(isinstance(item, Symbol) for item in node.items)
 

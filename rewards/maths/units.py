@@ -6,7 +6,15 @@ from typing import NamedTuple
 
 from turngym.rewards.maths.nodes import UnreadableError
 
-__all__ = ["MULTIPLES", "SHORT_WORDS", "UNIT_LETTERS", "Unit", "read_unit"]
+__all__ = [
+    "CLOCK_HALVES",
+    "MULTIPLES",
+    "SHORT_WORDS",
+    "UNIT_LETTERS",
+    "Unit",
+    "read_unit",
+    "share_a_word",
+]
 
 
 class Unit(NamedTuple):
@@ -37,6 +45,8 @@ _NAMES: dict[str, dict[str, str]] = {
     "degree": {"° deg degree": "1"},
     "radian": {"rad radian": "1"},
     "unit": {"unit": "1"},
+    "before noon": {"am": "1"},
+    "after noon": {"pm": "1"},
 }  # fmt: skip
 _UNITS = {
     alias: (base, Fraction(size))
@@ -64,7 +74,8 @@ _NO_LABEL = frozenset(
         "approximately", "more", "least", "most", "nearly", "almost", "false", "true",
     }
 )  # fmt: skip
-_COMPOUND = {"mph": "mi/h", "kph": "km/h"}
+CLOCK_HALVES = ("a.m.", "p.m.", "a.m", "p.m")
+_COMPOUND = {"mph": "mi/h", "kph": "km/h"} | {half: half.replace(".", "") for half in CLOCK_HALVES}
 _STRAY_DIGIT = re.compile(r"(?<![\^{\-A-Za-z])\d|\d\d")
 _PART = re.compile(r"(?P<name>[A-Za-z$€£¢°]+)\.?(?:\^?\{?(?P<power>-?\d)\}?)?")
 
@@ -101,6 +112,12 @@ def read_unit(label: str) -> Unit | None:
             factor *= known[1] ** power
             raised = 1
     return Unit(tuple(sorted((base, n) for base, n in powers.items() if n)), factor)
+
+
+def share_a_word(left: str, right: str) -> bool:
+    """Tell whether two labels name the same thing, as "red apples" and "apple" do."""
+    a, b = ({_single(word) for word in re.findall(r"[A-Za-z]+", text)} for text in (left, right))
+    return not a.isdisjoint(b)
 
 
 def _spell(label: str) -> str:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-__all__ = ["Advance", "out", "progress", "setup_logging", "show_table"]
+__all__ = ["Advance", "out", "progress", "quiet_transformers", "setup_logging", "show_table"]
 
 out = Console(highlight=False, soft_wrap=True)
 
@@ -38,6 +38,13 @@ def setup_logging() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+
+
+def quiet_transformers() -> None:
+    """Switch off the progress bars of transformers: commands show their own progress."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:

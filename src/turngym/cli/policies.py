@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from turngym.agents.config import RolloutConfig
+from turngym.cli.console import quiet_transformers
 from turngym.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def _open_model(
     from turngym.agents.model import load_model, vocab_size
     from turngym.agents.renderer import Renderer
 
+    quiet_transformers()
     sampling = Sampling(
         temperature=options.temperature,
         max_tokens=rollout.max_tokens,

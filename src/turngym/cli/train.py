@@ -9,7 +9,14 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from turngym.cli.console import Advance, out, progress, setup_logging, show_table
+from turngym.cli.console import (
+    Advance,
+    out,
+    progress,
+    quiet_transformers,
+    setup_logging,
+    show_table,
+)
 from turngym.cli.env_options import (
     chosen_kwargs,
     find_env,
@@ -36,6 +43,7 @@ def run(argv: Sequence[str]) -> None:
     config, kwargs = parse(argv)
     from turngym.rl.session import TrainSession  # torch, only once the arguments are right
 
+    quiet_transformers()
     observer = _Console()
     started = time.monotonic()
     with TrainSession(config, kwargs, observer) as session:

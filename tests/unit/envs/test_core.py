@@ -322,6 +322,17 @@ def test_the_user_can_reply_and_tools_can_change() -> None:
     assert env.step(say("bye"))[2]
 
 
+def test_offering_a_tool_that_is_not_there_is_the_authors_mistake() -> None:
+    class Promise(Counter):
+        def offered(self) -> list[str]:
+            return ["count"] if self.state["count"] == 0 else ["cuont"]
+
+    env = Promise()
+    env.reset(options={"task": "t2"})
+    with pytest.raises(EnvError, match="'cuont'"):
+        env.step(call("count"))
+
+
 def test_a_reply_without_messages_is_the_authors_mistake() -> None:
     class Mute(Counter):
         def respond(self, turn: TurnView) -> list[Message]:

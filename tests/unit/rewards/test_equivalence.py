@@ -307,5 +307,29 @@ def test_gold_that_is_no_text_is_refused() -> None:
         verify(r"\boxed{5}", 5)  # type: ignore[arg-type]
 
 
+def test_importing_the_rewards_brings_no_computer_algebra_into_the_caller() -> None:
+    process = script(
+        "import sys; print(sorted({'sympy', 'mpmath', 'math_verify'} & {*sys.modules}))"
+    )
+    assert process.communicate(timeout=60)[0].strip() == "[]"
+
+
+def test_an_interrupted_call_gives_its_place_back() -> None:
+    process = script(
+        f"""
+        import signal
+        from turngym.rewards.equivalence import configure
+        configure(size=1)
+        verify(r"\\boxed{{5}}", "5")
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            verify({SLOW!r}, "5", deadline_s=30)
+        except KeyboardInterrupt:
+            print("interrupted", verify(r"\\boxed{{5}}", "5").verdict)
+        """
+    )
+    assert process.communicate(timeout=60)[0].split() == ["interrupted", "right"]
+
+
 def test_lone_surrogates_reach_the_worker() -> None:
     assert verify("\ud800 \\boxed{5}", "5").verdict == "right"

@@ -22,6 +22,7 @@ from turngym.types import Group, Trajectory
 __all__ = [
     "PassRates",
     "adaptive_k",
+    "correct_rows",
     "group_metric",
     "keep_group",
     "keep_groups",
@@ -77,6 +78,18 @@ def metric_of(bound: BoundAlgorithm, trajectory: Trajectory) -> float | None:
     found = [trajectory.rewards.get(name), *(turn.rewards.get(name) for turn in trajectory.turns)]
     known = [value for value in found if value is not None]
     return sum(known) if known else None
+
+
+def correct_rows(bound: BoundAlgorithm, batch: Batch) -> Tensor:
+    """Rows whose metric says right, (B,) bool."""
+    selection = bound.algorithm.selection
+    metric = selection.metric
+    if metric is None:
+        raise ConfigError("no metric tells right from wrong; set selection.metric")
+    values = batch.rewards.get(metric)
+    if values is None:
+        values = batch.turn_rewards[metric].nansum(-1)
+    return values >= selection.correct_at
 
 
 def keep_groups(bound: BoundAlgorithm, groups: Sequence[Group]) -> list[bool]:

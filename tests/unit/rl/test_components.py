@@ -14,6 +14,7 @@ from turngym.rl.estimators import Pairs
 from turngym.rl.filters import (
     PassRates,
     adaptive_k,
+    correct_rows,
     keep_group,
     keep_groups,
     priorities,
@@ -25,7 +26,7 @@ from turngym.rl.masks import top_tokens
 from turngym.rl.metrics import largest, mean_of, merge, part_of_sum
 from turngym.rl.objectives import objective, value_objective
 from turngym.rl.padded import batch_from_padded
-from turngym.rl.plan import correct_rows, plan
+from turngym.rl.plan import plan
 from turngym.rl.preference import build_pairs
 from turngym.rl.presets import PRESETS
 from turngym.rl.regularizers import adapt, kl_penalty, next_entropy_coef, next_kl_coef, value_loss

@@ -161,12 +161,14 @@ def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
 def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
     # Each group of the fixture is one batch: the baseline is read, then moved.
     algorithm = with_estimator(GroupAdvantage(baseline="ema", decay=float(m[1])))
-    state, found = AlgorithmState(ema=float(m[2])), []
+    state = AlgorithmState(ema=float(m[2]))
     rewards, group = golden.column("r_real"), golden.column("group")
+    found = torch.empty_like(rewards)
     for number in group.unique():
-        batch = one_group(rewards[group == number].tolist())
+        members = group == number
+        batch = one_group(rewards[members].tolist())
         planned = plan(golden.bind(algorithm, batch), batch, state=state)
-        found += planned.advantage.tolist()
+        found[members] = planned.advantage
         state = planned.state
     close(found, wanted["adv"])
     close(state.ema, wanted["final_baseline"])

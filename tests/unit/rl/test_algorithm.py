@@ -257,6 +257,8 @@ def test_turns_are_the_unit_where_the_environment_rewards_them() -> None:
 
     assert unit("grpo") == "trajectory"
     assert unit("grpo", rubric=RUBRIC | TURN) == "turn"
+    watched = {"tool": replace(TURN["tool"], weight=0.0)}
+    assert unit("grpo", rubric=RUBRIC | watched) == "trajectory"
     assert unit("gspo", rubric=RUBRIC | TURN) == "trajectory"
     assert unit("gdpo", rubric=RUBRIC | TURN) == "turn"
 

@@ -9,8 +9,8 @@ from turngym.agents.rollout import RolloutEngine
 from turngym.errors import ConfigError, EngineError
 from turngym.rl.algorithm import BoundAlgorithm
 from turngym.rl.filters import PassRates, keep_groups, priorities, retired, wants_more
-from turngym.rl.mixing import ReplayPool, join
 from turngym.rl.parallel import Ranks
+from turngym.rl.replay import ReplayBuffer, join
 from turngym.rl.stream import TaskStream
 from turngym.types import Group, Trajectory
 
@@ -66,7 +66,7 @@ class Collector:
         prompts: int,
         greedy: RolloutEngine | None = None,
         demos: RolloutEngine | None = None,
-        replay: ReplayPool | None = None,
+        replay: ReplayBuffer | None = None,
         curriculum: int = 1,
         ranks: Ranks | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class Collector:
                 "says right or wrong"
             )
         if selection.replay and replay is None:
-            replay = ReplayPool(seed=stream.seed)
+            replay = ReplayBuffer()
         self.engine = engine
         self.stream = stream
         self.bound = bound
@@ -113,7 +113,8 @@ class Collector:
                 raise EngineError("no greedy episode could be played; see the warnings above")
         groups = self._join(chosen_groups)
         if self.replay is not None:
-            self.replay.add(self.bound, (t for group in sampled for t in group.trajectories))
+            for trajectory in (one for group in sampled for one in group.trajectories):
+                self.replay.add(self.bound, trajectory)
         return Collected(
             groups=groups,
             sampled=sampled,
@@ -148,7 +149,8 @@ class Collector:
         for group in groups:
             more = [*demos[group.id].trajectories] if group.id in demos else []
             if self.replay is not None:
-                more += self.replay.draw(group, count)
+                rng = random.Random(f"{self.stream.seed}/{group.id}")
+                more += self.replay.draw(group, count, rng)
             joined.append(join(group, more))
         return joined
 

@@ -32,10 +32,10 @@ from turngym.rl.config import TrainConfig
 from turngym.rl.critic import Critic, ValueModel, critic_optim
 from turngym.rl.engines import Engines
 from turngym.rl.learner import Learner
-from turngym.rl.mixing import ReplayPool
 from turngym.rl.observer import Observer, Quiet
 from turngym.rl.parallel import Ranks
 from turngym.rl.reference import AdaptersOff, FrozenCopy, Reference
+from turngym.rl.replay import ReplayBuffer
 from turngym.rl.sft import cold_start
 from turngym.rl.stream import TaskStream
 from turngym.rl.trainer import Trainer
@@ -320,7 +320,7 @@ class TrainSession:
             self.trainer.restore(self._checkpoint)
         return self.trainer
 
-    def _experience(self, bound: BoundAlgorithm) -> ReplayPool | None:
+    def _experience(self, bound: BoundAlgorithm) -> ReplayBuffer | None:
         """Successes to replay: those of an earlier run, where one is named, come first."""
         folder = self.config.experience
         if not bound.algorithm.selection.replay:
@@ -330,10 +330,11 @@ class TrainSession:
                     f"{bound.algorithm.name} does not (selection.replay=0)"
                 )
             return None
-        pool = ReplayPool(seed=self.config.seed)
+        buffer = ReplayBuffer()
         if folder is not None and self._checkpoint is None:
-            pool.add(bound, TrajectoryStore(folder / "trajectories"))
-        return pool
+            for trajectory in TrajectoryStore(folder / "trajectories"):
+                buffer.add(bound, trajectory)
+        return buffer
 
     def _evaluate(self, renderer: Renderer, policy: HFPolicy, name: str) -> None:
         config = self.config

@@ -164,7 +164,7 @@ class Trainer:
             tokenizer=self._tokenizer,
             learner=self.learner.state_dict(),
             state={"collector": self.collector.state_dict()},
-            replay=[] if self.collector.replay is None else self.collector.replay.all(),
+            replay=[] if self.collector.replay is None else list(self.collector.replay),
             keep=self.config.keep_checkpoints,
         )
 

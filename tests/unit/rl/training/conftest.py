@@ -20,14 +20,16 @@ from turngym.agents.rollout import DemoAgent, EnvSource, RolloutEngine, TokenAge
 from turngym.agents.scripted import ScriptedPolicy
 from turngym.agents.tiny import TinyConfig, build_tiny_agent
 from turngym.rl.algorithm import Algorithm, BoundAlgorithm, RunFacts
-from turngym.rl.axes import TopK
+from turngym.rl.axes import AdaptiveK, TopK
 from turngym.rl.collector import Collector
 from turngym.rl.config import CriticConfig, OptimConfig
 from turngym.rl.critic import Critic, ValueModel, critic_optim
+from turngym.rl.estimators import PassAtK
 from turngym.rl.learner import Learner
 from turngym.rl.presets import preset
 from turngym.rl.reference import FrozenCopy
 from turngym.rl.stream import TaskStream
+from turngym.rl.terms import ValueLoss
 
 TOPK = 3
 OPTIM = OptimConfig(lr=1e-3, minibatches=2, micro_tokens=600)
@@ -166,18 +168,21 @@ def world(make_world: Callable[..., World]) -> World:
 def fit_for_test(name: str) -> Algorithm:
     """Return a preset with its sizes made small; nothing else is changed."""
     algorithm = preset(name)
-    selection = algorithm.selection
-    if isinstance(selection.keep_in_group, TopK):
-        selection = replace(selection, keep_in_group=replace(selection.keep_in_group, k=3))
-    elif selection.keep_in_group is not None:
-        selection = replace(
-            selection, keep_in_group=replace(selection.keep_in_group, ks=(3, 3, 2, 2), warmup=2)
-        )
+    selection, advantage = algorithm.selection, algorithm.advantage
+    kept = selection.keep_in_group
+    if isinstance(kept, TopK):
+        selection = replace(selection, keep_in_group=replace(kept, k=3))
+    if isinstance(kept, AdaptiveK):
+        selection = replace(selection, keep_in_group=replace(kept, ks=(3, 3, 2, 2), warmup=2))
+    if isinstance(advantage, PassAtK):
+        advantage = replace(advantage, k=2)
     terms = tuple(
-        replace(term, pretrain_steps=3) if getattr(term, "pretrain_steps", 0) else term
+        replace(term, pretrain_steps=min(3, term.pretrain_steps))
+        if isinstance(term, ValueLoss)
+        else term
         for term in algorithm.regularize
     )
-    return replace(algorithm, selection=selection, regularize=terms)
+    return replace(algorithm, selection=selection, advantage=advantage, regularize=terms)
 
 
 def make_learner(model: Any, bound: BoundAlgorithm, optim: OptimConfig = OPTIM) -> Learner:

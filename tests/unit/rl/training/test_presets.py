@@ -23,7 +23,6 @@ def test_every_preset_trains(name: str, world: Any, model: Any, kit: Any) -> Non
         collected = collector.collect()
         metrics = learner.update(collected.groups, greedy=collected.greedy)
         losses = {key: value for key, value in metrics.items() if key.startswith("loss/")}
-        assert losses
         assert all(map(math.isfinite, losses.values())), losses
     after = kit.weights(model)
     assert torch.isfinite(after).all()

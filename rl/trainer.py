@@ -187,6 +187,7 @@ def reward_metrics(groups: list[Group]) -> dict[str, float]:
     count = len(trajectories)
     return metrics | {
         "reward/mean": sum(totals) / count,
+        "rollout/episodes": count,
         "rollout/turns": sum(len(one.turns) for one in trajectories) / count,
         "rollout/sampled_tokens": sum(one.num_sampled for one in trajectories) / count,
         "rollout/truncated_frac": sum(one.truncated for one in trajectories) / count,

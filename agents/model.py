@@ -299,6 +299,7 @@ def attach_lora(
     *,
     alpha: float | None = None,
     targets: Sequence[str] | str = "all-linear",
+    seed: int = 0,
 ) -> nn.Module:
     """Wrap a model with trainable low-rank adapters and freeze everything else.
 
@@ -310,6 +311,7 @@ def attach_lora(
         rank: rank of the update, at least 1.
         alpha: the update is scaled by alpha / rank; None = 2 * rank.
         targets: names of the modules to adapt, or "all-linear".
+        seed: of the adapters' first weights, which must be the same in every process.
 
     Raises:
         ConfigError: the rank is below 1 or no module has such a name.
@@ -323,6 +325,8 @@ def attach_lora(
         raise MissingDependencyError(
             "LoRA needs peft: install it with `pip install turngym[peft]`"
         ) from error
+    device = cast(Any, model).get_input_embeddings().weight.device
+    devices = [] if device.type == "cpu" else [device]
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank if alpha is None else alpha,
@@ -331,7 +335,8 @@ def attach_lora(
         task_type="CAUSAL_LM",
     )
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.random.fork_rng(devices):
+            torch.manual_seed(seed)
             # peft reads an attribute that transformers has renamed.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
             return cast(nn.Module, get_peft_model(cast(Any, model), config))

@@ -226,7 +226,13 @@ class TrainSession:
     def _attach(self, model: Any) -> Any:
         config = self.config.model
         targets: Any = config.lora_targets or "all-linear"
-        return attach_lora(model, config.lora_rank, alpha=config.lora_alpha, targets=targets)
+        return attach_lora(
+            model,
+            config.lora_rank,
+            alpha=config.lora_alpha,
+            targets=targets,
+            seed=derive(self.config.seed, "adapters"),
+        )
 
     def _ready(
         self, model: Any, bound: BoundAlgorithm

@@ -215,3 +215,21 @@ def test_loading_mistakes_are_named(tmp_path: Path, make_model: MakeModel) -> No
     save(tmp_path, make_model("qwen3"), 62)
     with pytest.raises(ConfigError, match="62 ids, its model only 61"):
         load_model(tmp_path)
+
+
+def test_adapters_begin_with_seeded_weights_and_leave_the_global_generator_alone(
+    make_model: Callable[..., Any],
+) -> None:
+    def adapters(seed: int) -> list[float]:
+        adapted = attach_lora(make_model("llama"), 2, seed=seed)
+        return [float(p.detach().sum()) for p in adapted.parameters() if p.requires_grad]
+
+    torch.manual_seed(5)
+    expected = float(torch.rand(()))
+    first, other = adapters(1), adapters(2)
+    torch.manual_seed(5)
+    attached = make_model("llama")
+    torch.manual_seed(5)
+    attach_lora(attached, 2, seed=1)
+    assert float(torch.rand(())) == expected
+    assert first == adapters(1) != other

@@ -21,7 +21,7 @@ from turngym.rl.filters import (
     wants_more,
 )
 from turngym.rl.labels import majority_label, proposer_reward
-from turngym.rl.masks import top_tokens
+from turngym.rl.masks import quantile, top_tokens
 from turngym.rl.metrics import largest, mean_of, merge, part_of_sum
 from turngym.rl.objectives import objective, value_objective
 from turngym.rl.padded import batch_from_padded
@@ -267,6 +267,12 @@ def test_the_top_share_holds_at_least_one_token() -> None:
     values, mask = torch.tensor([3.0, 9.0, 1.0]), torch.tensor([True, False, True])
     assert top_tokens(values, mask, 0.01).tolist() == [True, False, False]
     assert not top_tokens(values, torch.zeros(3, dtype=torch.bool), 0.5).any()
+
+
+@pytest.mark.parametrize("q", [0.0, 0.37, 0.8, 1.0])
+def test_quantiles_interpolate(q: float) -> None:
+    values = torch.tensor([0.3, 0.1, 0.9, 0.4, 0.9, 0.2], dtype=torch.float64)
+    assert quantile(values, q).item() == pytest.approx(torch.quantile(values, q).item())
 
 
 def test_random_tokens_are_drawn_anew_and_repeatably() -> None:

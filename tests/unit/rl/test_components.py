@@ -175,6 +175,19 @@ def test_groups_without_a_margin_give_no_pairs(run: RunFacts) -> None:
     assert (loss.item(), gradient.tolist()) == (0.0, [0.0, 0.0])
 
 
+def test_members_outside_every_pair_may_stay_out_of_the_forward_pass(run: RunFacts) -> None:
+    batch = padded([1, 2, 1], [1.0, 0.5, 0.0], logp_ref=-1.0)
+    bound = PRESETS["dpo"].bind(run)
+    planned = plan(bound, batch)
+    moving = planned.moving_rows(batch)
+    assert moving.tolist() == [True, False, True]
+    logp = torch.tensor([-0.5, -1.0, -1.0, -1.5], dtype=torch.float64)
+    whole, _ = objective(bound, batch, planned, torch.arange(4), logp)
+    index = moving[batch.row].nonzero().squeeze(-1)
+    part, _ = objective(bound, batch, planned, index, logp[index])
+    assert part.item() == whole.item()
+
+
 def test_learnability_is_a_share(trajectory: Any) -> None:
     with pytest.raises(ValueError, match=r"\[0, 1\]"):
         proposer_reward(1.5)

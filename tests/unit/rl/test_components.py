@@ -359,6 +359,16 @@ def test_rows_must_not_be_split_where_ratios_are_of_sequences(run: RunFacts) -> 
         objective(bound, batch, planned, torch.tensor([0]), torch.zeros(1))
 
 
+def test_the_distance_to_the_reference_is_measured_wherever_it_is_used(run: RunFacts) -> None:
+    batch = padded([1, 1], [1.0, 0.0], logp_ref=-1.5, logp_old=-1.0)
+    for name in ("grpo", "rloo"):
+        bound = PRESETS[name].bind(run)
+        logp = torch.full((2,), -1.0, dtype=torch.float64)
+        _, metrics = objective(bound, batch, plan(bound, batch), torch.arange(2), logp)
+        # k3 of d = 0.5: exp(-0.5) + 0.5 - 1.
+        assert metrics["train/kl"].value() == pytest.approx(0.1065307)
+
+
 def test_low_precision_is_computed_in_float32(run: RunFacts) -> None:
     batch = padded([2, 2], [1.0, 0.0])
     bound = PRESETS["dr_grpo"].bind(run)

@@ -17,7 +17,7 @@ from turngym.rl.batch import Batch
 from turngym.rl.credit import Case, Estimate, estimate, paint, whiten_tokens
 from turngym.rl.estimators import GroupAdvantage
 from turngym.rl.returns import Returns, turn_sums
-from turngym.rl.segments import TINY, discounted_to_go, segment_sum
+from turngym.rl.segments import TINY, discounted_to_go, lengths_of, segment_sum
 
 __all__ = ["Centred", "centre", "group_advantage", "moments", "token_rewards"]
 
@@ -115,8 +115,12 @@ def group_advantage(estimator: GroupAdvantage, case: Case) -> Estimate:
     batch, returns, state = case.batch, case.returns, case.state
     if estimator.unit == "auto":
         raise ConfigError("GroupAdvantage has no unit; bind the algorithm first")
+    if estimator.compares_members:
+        pool, num_pools = _pools(estimator, batch)
+        alone = lengths_of(pool, num_pools, returns.live) < 2
+        returns = replace(returns, live=returns.live & ~alone[pool])
     if estimator.unit == "token":
-        return _token_advantage(estimator, case)
+        return _token_advantage(estimator, replace(case, returns=returns))
     returns = _with_kl(returns, batch)
     by_turn = estimator.unit == "turn"
     to_go = returns.to_go(estimator.gamma) if by_turn else returns.steps.sum(-1, keepdim=True)
@@ -238,7 +242,7 @@ def _with_virtual_rewards(
     size = segment_sum(here[:, 0].double(), pool, num_pools)[pool].unsqueeze(-1)
     gap = torch.where(here, (estimator.max_return - mean).unsqueeze(-1), 0.0)
     shift = copies * gap / (size + copies)
-    values = torch.where(here & (size >= 2), deviation - shift, 0.0)
+    values = torch.where(here, deviation - shift, 0.0)
     if estimator.scale != "group_std":
         return values, None
     squares = segment_sum(deviation.square().sum(-1), pool, num_pools)[pool].unsqueeze(-1)

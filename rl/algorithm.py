@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Literal, TypeVar
 
 from turngym.rl.axes import (
-    AdaptiveK,
     Aggregate,
     Conditioned,
     NegativeEntropy,
@@ -19,7 +18,6 @@ from turngym.rl.axes import (
     Reward,
     Selection,
     SelfCertainty,
-    TopK,
     check_that,
 )
 from turngym.rl.binding import (
@@ -29,7 +27,15 @@ from turngym.rl.binding import (
     bind_reward,
     find_metric,
 )
-from turngym.rl.estimators import GAE, AnchorState, Estimator, GroupAdvantage, Pairs, TurnNormalized
+from turngym.rl.demands import check_groups, check_models, check_rewards
+from turngym.rl.estimators import (
+    GAE,
+    AnchorState,
+    Estimator,
+    GroupAdvantage,
+    Pairs,
+    TurnNormalized,
+)
 from turngym.rl.terms import (
     KL,
     BehaviorCorrection,
@@ -114,7 +120,9 @@ class Algorithm:
         Raises:
             ConfigError: the run lacks something; the message says what to add or to choose.
         """
-        _check_run(self, run)
+        check_groups(self, run)
+        check_models(self, run)
+        check_rewards(self, run)
         metric = find_metric(self.selection, run)
         check_that(
             metric is not None or not self.needs_metric,
@@ -147,6 +155,12 @@ class Algorithm:
             ratio.level == "token" or isinstance(region, (Clip, type(None))),
             f"ratio.level={ratio.level!r} goes with Clip or no trust region, got "
             f"{type(region).__name__}; set level='token'",
+        )
+        check_that(
+            ratio.anchor != "rollout"
+            or ratio.demo_shaping is not None
+            or self.selection.demonstrations == 0,
+            "demonstrations have no sampler to anchor on; set ratio.anchor='old' or demo_shaping",
         )
         check_that(
             ratio.demo_shaping is None or self.selection.demonstrations > 0,
@@ -318,70 +332,3 @@ class BoundAlgorithm:
             name: self.algorithm.reward.weights.get(name, spec.weight)
             for name, spec in self.run.rubric.items()
         }
-
-
-def _check_run(algorithm: Algorithm, run: RunFacts) -> None:
-    name, advantage, selection = algorithm.name, algorithm.advantage, algorithm.selection
-    members = run.group_size + selection.replay + selection.demonstrations
-    compares = (
-        advantage.compares_members
-        if isinstance(advantage, GroupAdvantage)
-        else advantage.needs_groups
-    )
-    check_that(
-        not compares or members >= 2 or getattr(advantage, "pool", "group") == "bucket",
-        f"{name} compares the members of a group, got group_size={run.group_size}; sample at "
-        "least 2, or use an algorithm for single trajectories, such as 'reinforce_pp'",
-    )
-    k = getattr(advantage, "k", None)
-    check_that(
-        k is None or k <= members - (getattr(advantage, "kind", "") == "sloo"),
-        f"{name} asks for pass@{k} of groups of {members}; lower advantage.k or sample more",
-    )
-    kept = selection.keep_in_group
-    most = kept.k if isinstance(kept, TopK) else max(kept.ks) if isinstance(kept, AdaptiveK) else 0
-    check_that(
-        kept is None or most < members,
-        f"{name} keeps {most} of {members} members, which drops none; lower "
-        "selection.keep_in_group or sample more",
-    )
-    kl = algorithm.term(KL)
-    check_that(
-        run.has_reference or not (isinstance(advantage, Pairs) or kl is not None),
-        f"{name} needs a reference policy; keep one (reference=true), or drop KL from regularize",
-    )
-    check_that(
-        run.has_critic or not advantage.needs_values,
-        f"{name} needs a critic; add one, or use a critic-free algorithm such as 'grpo'",
-    )
-    check_that(
-        run.has_entropy or not any(rule.needs_entropy for rule in algorithm.tokens),
-        f"{name} selects tokens by entropy, which this run does not compute",
-    )
-    check_that(
-        run.has_task_ids or selection.retire_pass_rate is None,
-        f"{name} retires tasks by pass rate and needs task ids; set "
-        "selection.retire_pass_rate=None",
-    )
-    region = algorithm.trust_region
-    check_that(
-        run.topk > 0 or not (isinstance(region, DivergenceMask) and region.needs_topk),
-        f"{name} compares the sampler's most likely tokens; record them (topk >= 1) or use "
-        "kind='tv'",
-    )
-    unknown = sorted(set(algorithm.reward.weights) - set(run.rubric))
-    check_that(
-        not unknown,
-        f"reward.weights names {unknown}, which the environment does not emit; it emits "
-        f"{sorted(run.rubric)}",
-    )
-    low = {spec.name: spec.low for spec in run.rubric.values() if (spec.low or 0.0) < 0}
-    divides = isinstance(advantage, GroupAdvantage) and advantage.scale == "group_mean"
-    check_that(
-        not (divides and low),
-        f"{name} divides by the mean return and needs rewards in [0, 1]; {low} can be negative",
-    )
-    check_that(
-        getattr(kept, "metric", None) != "token_efficiency" or not low,
-        f"token_efficiency ranks long negative rows first; shift the rewards {low} to be >= 0",
-    )

@@ -80,7 +80,7 @@ class SoftOverlong(Shaping):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate(Shaping):
-    """Turn rewards count only when the outcome exceeds a threshold (G-RA gated accumulation)."""
+    """Turn rewards count only above a threshold of the outcome (G-RA, arXiv:2508.10548)."""
 
     threshold: float = 0.0
 

@@ -97,7 +97,10 @@ def bind_advantage(advantage: Estimator, reward: Reward, run: RunFacts) -> Estim
     unit = advantage.unit
     if unit == "auto":
         whole = advantage.virtual_rewards > 0 or advantage.scale == "group_mean"
-        has_turn_rewards = any(spec.level == "turn" for spec in run.rubric.values())
+        has_turn_rewards = any(
+            spec.level == "turn" and reward.weights.get(name, spec.weight) != 0
+            for name, spec in run.rubric.items()
+        )
         unit = "turn" if has_turn_rewards and not whole else "trajectory"
     best = advantage.max_return
     if advantage.virtual_rewards and best is None:

@@ -93,6 +93,11 @@ class GroupAdvantage(Estimator):
             f"{self.virtual_rewards} and {self.baseline!r}",
         )
         check_that(
+            self.virtual_rewards == 0 or self.scale in ("none", "group_std"),
+            "virtual rewards join the group's statistics; set scale='group_std' or 'none', got "
+            f"{self.scale!r}",
+        )
+        check_that(
             self.unit != "token" or (self.scale == "none" and self.whiten != "sequence"),
             "unit='token' is whitened over tokens, if at all; set scale='none' and whiten='token'",
         )

@@ -46,7 +46,7 @@ def gae(
 
 
 def adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
-    """1 - 1 / (alpha * |y|), clamped to [0, 1] (VAPO, arXiv:2504.05118, equation 8)."""
+    """1 - 1 / (alpha * |y|), clamped to [0, 1] (VAPO, arXiv:2504.05118)."""
     return (1 - 1 / (alpha * lengths.double().clamp(min=1))).clamp(0, 1)
 
 
@@ -76,4 +76,4 @@ def _(estimator: GAE, case: Case) -> Estimate:
         whitened = whiten_tokens(advantage, live, ddof=estimator.ddof)
     else:
         whitened = torch.where(live, advantage, 0.0)
-    return Estimate(whitened, value_targets=critic + values, state=case.state)
+    return Estimate(whitened, value_targets=critic + values)

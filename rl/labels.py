@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 __all__ = [
-    "gated_return",
     "majority_label",
     "majority_rewards",
     "proposer_reward",
@@ -39,8 +38,8 @@ def majority_rewards(answers: Sequence[str | None]) -> list[float]:
 def self_certainty(logits: Sequence[float]) -> float:
     """Return KL(uniform || softmax(logits)) in nats (Intuitor, arXiv:2505.19590).
 
-    >>> self_certainty([1.0, 1.0, 1.0])
-    0.0
+    >>> round(self_certainty([2.0, 0.5, -1.0, 0.0]), 3)
+    0.581
     """
     top = max(logits)
     logsumexp = top + math.log(sum(math.exp(z - top) for z in logits))
@@ -73,8 +72,3 @@ def reflection_reward(*, first_ok: bool, second_ok: bool | None) -> float | None
     if first_ok:
         return None
     return float(bool(second_ok))
-
-
-def gated_return(outcome: float, steps: Sequence[float], *, threshold: float = 0.0) -> float:
-    """Return the outcome, plus the step rewards when it exceeds a threshold (G-RA)."""
-    return outcome + math.fsum(steps) if outcome > threshold else outcome

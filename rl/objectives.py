@@ -60,7 +60,7 @@ def objective(
     index = index.to(batch.row.device)
     if logp_new.dtype in (torch.float16, torch.bfloat16):
         logp_new = logp_new.float()
-    _check_whole(bound, batch, index)
+    _check_whole(bound, batch, plan, index)
     if plan.pairs is not None and plan.pair_weight is not None:
         pairs, share = plan.pairs, plan.pair_weight
         return preference_loss(bound, batch, plan.mask, pairs, share, index, logp_new)
@@ -78,6 +78,10 @@ def objective(
         metrics[f"loss/{name}"] = part_of_sum(term.sum())
     if entropy is not None:
         metrics["train/entropy"] = mean_of(entropy, tokens.mask)
+    if bound.algorithm.term(KL) is not None and batch.logp_ref is not None:
+        away = tokens.logp.detach() - _take(batch.logp_ref, index, tokens.logp)
+        away = torch.where(tokens.mask, away, 0.0)
+        metrics["train/kl"] = mean_of(kl_penalty(away, "k3"), tokens.mask)
     return loss, metrics
 
 
@@ -230,17 +234,16 @@ def value_objective(
     }
 
 
-def _check_whole(bound: BoundAlgorithm, batch: Batch, index: Tensor) -> None:
+def _check_whole(bound: BoundAlgorithm, batch: Batch, plan: Plan, index: Tensor) -> None:
     if bound.unit == "token":
         return
     found = lengths_of(batch.row[index], batch.num_rows)
     split = (found > 0) & (found < batch.rows.lengths)
-    if bound.unit == "group":
-        groups = torch.zeros(batch.num_groups, dtype=torch.bool)
-        groups[batch.group[found > 0]] = True
-        split = split | (groups[batch.group] & (found < batch.rows.lengths))
+    if plan.pairs is not None:
+        here = (found > 0)[plan.pairs]
+        split[plan.pairs[here.any(-1) & ~here.all(-1)].flatten()] = True
     if bool(split.any()):
         raise TrajectoryError(
             f"{bound.algorithm.name} needs whole {bound.unit}s in every micro-batch; row "
-            f"{int(split.nonzero()[0])} is split"
+            f"{int(split.nonzero()[0])} is split, from itself or from its pair"
         )

@@ -73,10 +73,7 @@ def _changed(value: Any, changes: Mapping[str, Any], path: str) -> Any:
             found[name] = _kind(change, _BASES[name], where)()
         else:
             found[name] = _plain(change, old, where)
-    try:
-        return dataclasses.replace(value, **found)
-    except TypeError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    return dataclasses.replace(value, **found)
 
 
 def _entries(old: tuple[Any, ...], changes: Mapping[str, Any], base: type[Any], path: str) -> Any:

@@ -129,8 +129,8 @@ def assign(bound: BoundAlgorithm, batch: Batch, state: AlgorithmState | None = N
     returns = returns_of(bound, batch, kl_coef=state.kl_coef)
     total = returns.filled(batch.group, batch.num_groups).sum(-1)
     keep, in_denominator = keep_members(bound, batch, total, returns.live, state)
-    returns = replace(returns, live=returns.live & keep)
     state = seen_difficulties(bound, batch, total, returns.live, state)
+    returns = replace(returns, live=returns.live & keep)
     case = Case(bound, batch, returns, state)
     found: Estimate = estimate(bound.algorithm.advantage, case)
     mask = batch.trainable & in_denominator[batch.row]
@@ -143,7 +143,7 @@ def assign(bound: BoundAlgorithm, batch: Batch, state: AlgorithmState | None = N
         mask=mask,
         value_targets=found.value_targets,
         pairs=found.pairs,
-        state=found.state,
+        state=state if found.state is None else found.state,
     )
 
 

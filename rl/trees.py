@@ -26,7 +26,7 @@ def _leaves_below(parents: Sequence[int], leaf_rewards: dict[int, float]) -> lis
 
 
 def treerl_rewards(parents: Sequence[int], leaf_rewards: dict[int, float]) -> list[float]:
-    """Reward of every node (TreeRL, arXiv:2506.11902, equations 3 and 4).
+    """Reward of every node (TreeRL, arXiv:2506.11902).
 
     Leaf rewards lose the leave-one-out mean of the tree's leaves; V is the mean over the leaves
     below a node; its reward is ((V - V_root) + (V - V_parent)) / sqrt(number of leaves below).
@@ -94,16 +94,16 @@ def _(estimator: TreeCredit, case: Case) -> Estimate:
     parents = batch.tree.parent.tolist()
     if estimator.kind == "treerl":
         node_rewards = torch.tensor(treerl_rewards(parents, rewards), dtype=torch.float64)
-        return Estimate(node_rewards[batch.tree.node], state=case.state)
+        return Estimate(node_rewards[batch.tree.node])
     found = treepo_advantages(parents, rewards)
     values = torch.tensor([found.get(leaf, 0.0) for leaf in leaves], dtype=torch.float64)
     painted = paint(values.unsqueeze(-1), batch)
     mask = batch.trainable & live[batch.row]
-    return Estimate(whiten_tokens(painted, mask), state=case.state)
+    return Estimate(whiten_tokens(painted, mask))
 
 
 def branch_score(entropy_change: float, *, alpha: float = 0.5, beta: float = 0.2) -> float:
-    """Return alpha + beta * entropy_change (ARPO, arXiv:2507.19849, equation 3)."""
+    """Return alpha + beta * entropy_change (ARPO, arXiv:2507.19849)."""
     return alpha + beta * entropy_change
 
 

@@ -161,12 +161,14 @@ def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
 def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
     # Each group of the fixture is one batch: the baseline is read, then moved.
     algorithm = with_estimator(GroupAdvantage(baseline="ema", decay=float(m[1])))
-    state, found = AlgorithmState(ema=float(m[2])), []
+    state = AlgorithmState(ema=float(m[2]))
     rewards, group = golden.column("r_real"), golden.column("group")
+    found = torch.empty_like(rewards)
     for number in group.unique():
-        batch = one_group(rewards[group == number].tolist())
+        members = group == number
+        batch = one_group(rewards[members].tolist())
         planned = plan(golden.bind(algorithm, batch), batch, state=state)
-        found += planned.advantage.tolist()
+        found[members] = planned.advantage
         state = planned.state
     close(found, wanted["adv"])
     close(state.ema, wanted["final_baseline"])
@@ -316,11 +318,13 @@ def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
 @key("pkpo_s_k(\\d+)_(bin|real)")
 def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
     rewards, group = golden.column(f"r_{m[2]}"), golden.column("group")
-    found = [
-        pkpo_rewards(rewards[group == number].numpy()[None], int(m[1]))[0]
-        for number in group.unique()
-    ]
-    close(np.concatenate(found), wanted)
+    found = torch.empty_like(rewards)
+    for number in group.unique():
+        members = group == number
+        found[members] = torch.from_numpy(
+            pkpo_rewards(rewards[members].numpy()[None], int(m[1]))[0]
+        )
+    close(found, wanted)
 
 
 @key("pkpo_(sloo|sloo_minus_one)_k(\\d+)_(bin|real)")

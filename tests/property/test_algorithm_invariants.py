@@ -220,8 +220,6 @@ def test_no_spread_gives_exactly_zero(
 def test_a_group_of_one_gives_exactly_zero(
     algorithm: Algorithm, seed: int, build: Any, draw: Any
 ) -> None:
-    if algorithm.name in ("gdpo", "gdpo_conditioned", "reinforce_pp_baseline"):
-        return  # whitened over the batch: zero is moved by the others' mean
     for by_turn in turn_modes(algorithm):
         rows = rows_for(draw, algorithm, seed)
         lonely = [row for row in rows if row.group < 2] + [r for r in rows if r.group == 2][:1]
@@ -254,8 +252,6 @@ def test_a_row_without_rewards_is_as_if_it_were_not_there(
 def test_a_group_with_one_valid_reward_gives_exactly_zero(
     algorithm: Algorithm, seed: int, build: Any, draw: Any
 ) -> None:
-    if algorithm.name in ("gdpo", "gdpo_conditioned", "reinforce_pp_baseline"):
-        return  # whitened over the batch: zero is moved by the others' mean
     rows = rows_for(draw, algorithm, seed)
     for row in [row for row in rows if row.group == 0][1:]:
         row.rewards = dict.fromkeys(row.rewards, NAN)

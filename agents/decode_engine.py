@@ -25,9 +25,13 @@ _FORCED_INLINE = 4
 """Forced tokens (tool results) up to this many ride along in decode steps; more are prefilled."""
 
 _PREFILL_TOKENS = 4096
-"""Most tokens of one prefill, filler included."""
+"""Tokens after which prefilling lets the others decode a token."""
+
+_PREFILL_CHUNK = {"cpu": 640}
+"""Most tokens of one forward pass, by device: activations should stay in a CPU's cache."""
 
 _PREFILL_LENGTH = 512
+"""Most tokens of one row in one forward pass."""
 
 _BUCKET_ROWS = 32
 """Rows of a deterministic step: with 32, every elementwise kernel runs whole vectors only, and
@@ -72,6 +76,7 @@ class Engine:
         self._max_rows = max_rows
         self._max_context = max_context
         self._device = device
+        self._chunk = _PREFILL_CHUNK.get(device.type, _PREFILL_TOKENS)
         self._deterministic = deterministic
         self._check_weights = check_weights
         self._stops = np.zeros(vocab, bool)
@@ -147,7 +152,9 @@ class Engine:
         if self._deterministic:
             self._step_buckets()
             return
-        self._prefill()
+        budget = _PREFILL_TOKENS
+        while budget > 0 and (fed := self._prefill()):
+            budget -= fed
         count = self.table.num_active
         if not count:
             return
@@ -161,8 +168,11 @@ class Engine:
     def _top(self) -> int:
         return int(np.flatnonzero(self.table.rows["active"])[-1]) + 1
 
-    def _prefill(self) -> None:
-        """Feed rows that are far behind what they know; equal contexts are computed once."""
+    def _prefill(self) -> int:
+        """Feed some rows that are far behind what they know; return how many tokens that took.
+
+        Equal contexts are computed once.
+        """
         rows = self.table.rows
         behind = np.where(rows["active"], rows["known"] - rows["fed"], 0)
         followers: dict[tuple[int, bytes], list[int]] = {}
@@ -170,10 +180,10 @@ class Engine:
             context = self.table.tokens[slot, : rows["known"][slot]].tobytes()
             followers.setdefault((int(rows["fed"][slot]), context), []).append(int(slot))
         if not followers:
-            return
+            return 0
         groups = sorted(followers.values(), key=lambda group: -behind[group[0]])
         length = min(int(behind[groups[0][0]]), _PREFILL_LENGTH)
-        groups = groups[: max(1, _PREFILL_TOKENS // length)]
+        groups = groups[: max(1, self._chunk // length)]
         leaders = np.array([group[0] for group in groups])
         hidden = self._forward(leaders, length)
         slots = np.concatenate([np.array(group) for group in groups])
@@ -184,6 +194,7 @@ class Engine:
             self.table.copy(leaders[origin][copied], slots[copied], int(fed.max()))
             rows["fed"][slots] = fed
         self._sample(slots, hidden[torch.from_numpy(origin).to(self._device)])
+        return len(groups) * length
 
     def _step_buckets(self) -> None:
         rows = self.table.rows

@@ -81,7 +81,7 @@ def test_weights_that_changed_unannounced_are_refused(
     sample(policy, PROMPT)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     row = np.array(PROMPT, np.int32)
-    (-policy_logprobs(model, [row], [np.arange(1, 8)]).logp.sum()).backward()
+    torch.autograd.backward(-policy_logprobs(model, [row], [np.arange(1, 8)]).logp.sum())
     optimizer.step()
     with pytest.raises(WeightSyncError, match="set_version"):
         sample(policy, PROMPT)

@@ -148,7 +148,8 @@ class HFPolicy:
             )
         ids = np.asarray(prompt_ids, dtype=np.int64)
         self._check_ids(ids)
-        self._check_ids(np.asarray(sampling.stop_ids, dtype=np.int64))
+        if sampling.stop_ids:
+            self._check_ids(np.asarray(sampling.stop_ids, dtype=np.int64))
         if not len(ids):
             raise EngineError(
                 "prompt_ids is empty; a completion needs at least one token before it"
@@ -168,8 +169,8 @@ class HFPolicy:
         return await asyncio.wrap_future(request.future)
 
     def _check_ids(self, ids: NDArray[np.int64]) -> None:
-        bad = ids[(ids < 0) | (ids >= self._vocab)]
-        if len(bad):
+        if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab):
+            bad = ids[(ids < 0) | (ids >= self._vocab)]
             raise EngineError(
                 f"token id {int(bad[0])} is outside the model's vocabulary of {self._vocab}"
             )

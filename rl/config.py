@@ -1,0 +1,192 @@
+"""What a training run is made of: frozen dataclasses without torch (`--help` must be fast)."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from turngym.agents.config import RolloutConfig
+from turngym.errors import ConfigError
+from turngym.rl.algorithm import Algorithm
+from turngym.rl.presets import preset
+
+__all__ = ["EvalSchedule", "ModelConfig", "OptimConfig", "SftConfig", "TrainConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model is trained."""
+
+    path: str = "tiny"
+    """A Hugging Face folder or hub id; `tiny` = a fresh 0.2-million-parameter model."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "auto"
+    lora_rank: int = 0
+    """Rank of low-rank adapters, trained instead of the weights (needs peft); 0 = all weights."""
+
+    lora_alpha: float | None = None
+    """The adapters' update is scaled by alpha / rank; None = twice the rank."""
+
+    lora_targets: tuple[str, ...] = ()
+    """Names of the linear layers that get an adapter; none = all of them."""
+
+    def __post_init__(self) -> None:
+        if self.lora_rank < 0:
+            raise ConfigError(f"model.lora_rank must be 0 (off) or positive, got {self.lora_rank}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    """How gradients become updates."""
+
+    lr: float = 1e-6
+    """Learning rate of AdamW."""
+
+    matrix_lr: float = 0.0
+    """Learning rate of Muon for matrices inside the network; 0 = AdamW for everything."""
+
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.99)
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0 = never."""
+
+    warmup_steps: int = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    decay_from: float = 0.0
+    """Fraction of the steps after which the decay begins."""
+
+    minibatches: int = 1
+    """Optimizer steps a rollout batch is split into."""
+
+    epochs: int = 1
+    """Passes over a rollout batch."""
+
+    micro_tokens: int = 16_384
+    """Most tokens, padding included, of one forward pass; bounds memory, never changes results."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "matrix_lr", "weight_decay", "max_grad_norm"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"optim.{name} must be finite and >= 0, got {value}")
+        for name in ("minibatches", "epochs", "micro_tokens"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"optim.{name} must be at least 1, got {value}")
+        if not 0 <= self.decay_from < 1:
+            raise ConfigError(f"optim.decay_from must lie in [0, 1), got {self.decay_from}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftConfig:
+    """Cold start: imitation of the environment's own expert."""
+
+    steps: int = 0
+    """Optimizer steps; 0 = no cold start."""
+
+    demos: int = 4096
+    """Different demonstrations collected; they are reshuffled every time all were seen."""
+
+    batch_size: int = 24
+    """Demonstrations a step."""
+
+    habits: dict[str, float] = field(default_factory=dict)
+    """Bad habits of the expert, each with its probability a turn: what is left for RL to mend."""
+
+    optim: OptimConfig = field(
+        default_factory=lambda: OptimConfig(
+            lr=5e-3, matrix_lr=0.05, warmup_steps=20, schedule="linear", decay_from=0.5
+        )
+    )
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.demos < 1 or self.batch_size < 1:
+            raise ConfigError(
+                "sft.steps must be >= 0, sft.demos and sft.batch_size at least 1, got "
+                f"{self.steps}, {self.demos} and {self.batch_size}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSchedule:
+    """When and on how much a run evaluates itself; tasks come from the `eval` split."""
+
+    tasks: int = 200
+    samples: int = 1
+    every: int = 0
+    """Optimizer steps between evaluations; 0 = only before and after."""
+
+    before: bool = True
+    after: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Improve an agent: roll out tasks in groups, credit, update, sync, again.
+
+    A recipe (`@file.toml`) gives settings, flags override it. `--algorithm NAME` chooses a preset
+    (see `turngym algorithms`), `--algorithm.AXIS.FIELD` changes it.
+    """
+
+    env_id: str = "turngym/Calculator-v0"
+    """Environment; also the first positional argument."""
+
+    run: Path = Path("runs/train")
+    """Run folder: configuration, metrics, trajectories, checkpoints, the trained model."""
+
+    resume: bool = False
+    """Go on from the newest checkpoint of the run folder, with the same settings."""
+
+    seed: int = 0
+    steps: int = 30
+    """Rollout batches; each is `optim.minibatches` * `optim.epochs` optimizer steps."""
+
+    prompts: int = 16
+    """Tasks of a rollout batch, each rolled out `rollout.group_size` times."""
+
+    temperature: float = 1.0
+    """At which the policy samples while it trains."""
+
+    deterministic: bool = False
+    """Bit-equal runs and resumes (float32 on a CPU, one thread)."""
+
+    threads: int | None = None
+    """Threads of a matrix product; tiny models run fastest with 1. None = torch's choice."""
+
+    dialect: str | None = None
+    """How the model writes tool calls; None = told from its chat template."""
+
+    on_rewrite: Literal["error", "append", "segments"] = "error"
+    """What to do with a chat template that rewrites history (drops earlier reasoning)."""
+
+    trackers: tuple[str, ...] = ()
+    """Besides the run folder: tensorboard, wandb, trackio."""
+
+    save_every: int = 10
+    """Rollout batches between checkpoints; 0 = only at the end."""
+
+    keep_checkpoints: int = 2
+    store_trajectories: int = 1
+    """Rollout batches between stored ones; 0 = none."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    algorithm: Algorithm = field(default_factory=lambda: preset("grpo"))
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    eval: EvalSchedule = field(default_factory=EvalSchedule)
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "keep_checkpoints"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        for name in ("steps", "save_every", "store_trajectories"):
+            if (value := getattr(self, name)) < 0:
+                raise ConfigError(f"{name} must not be negative, got {value}")
+        if not 0 < self.temperature < float("inf"):
+            raise ConfigError(
+                f"temperature must be positive and finite while training, got {self.temperature}"
+            )
+        if self.deterministic and self.model.dtype != "float32":
+            raise ConfigError(
+                f"deterministic runs need model.dtype='float32', got {self.model.dtype!r}"
+            )

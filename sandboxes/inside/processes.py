@@ -1,0 +1,173 @@
+"""The processes of a session, as init sees them."""
+
+import contextlib
+import os
+import signal
+import time
+
+__all__ = ["Processes", "Watch"]
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Processes:
+    """Who else lives in the session, and how to end them.
+
+    Args:
+        isolated: init is PID 1 of a PID namespace, so that everything but itself is the session's;
+            otherwise only `worker` (and, without confinement, its process group) is known.
+    """
+
+    def __init__(self, *, isolated: bool) -> None:
+        self._isolated = isolated
+        self.worker = 0
+
+    def others(self) -> list[int]:
+        """PIDs of the session except init and the worker."""
+        if not self._isolated:
+            return []
+        try:
+            names = os.listdir("/proc")
+        except OSError:
+            return []
+        skip = (os.getpid(), self.worker)
+        return [int(name) for name in names if name.isdigit() and int(name) not in skip]
+
+    def all(self) -> list[int]:
+        """PIDs of the session except init."""
+        return [self.worker, *self.others()]
+
+    def kill_others(self) -> None:
+        """SIGKILL all but init and the worker; repeated, since they may be forking."""
+        for _ in range(20):
+            alive = [pid for pid in self.others() if not is_zombie(pid)]
+            if not alive:
+                return
+            for pid in alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        """SIGKILL everything but init."""
+        if self.worker == 0:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if self._isolated:
+                os.kill(-1, signal.SIGKILL)
+            else:
+                os.killpg(self.worker, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.worker, signal.SIGKILL)
+
+    def reap_all(self) -> None:
+        """Wait for every child, adopted ones included, after `kill_all`."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
+
+    def interrupt(self) -> None:
+        """SIGINT the worker."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.worker, signal.SIGINT)
+            os.kill(self.worker, signal.SIGCONT)
+
+
+def is_zombie(pid: int) -> bool:
+    """True when the process is dead and only waits to be reaped."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+    except OSError:
+        return True
+
+
+def name_of(pid: int) -> str:
+    """The command of a process, for messages."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read(200).replace(b"\0", b" ").decode("utf-8", "replace").strip()
+    except OSError:
+        words = ""
+    return f"{pid} ({words or 'unknown'})"
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of all threads of a live process, 0 when it is gone."""
+    try:
+        return time.clock_gettime((~pid << 3) | 2)  # CPUCLOCK_SCHED of another process
+    except OSError:
+        return 0.0
+
+
+def schedule_s(pid: int) -> tuple[float, float]:
+    """Seconds the main thread of `pid` ran, and was runnable but not scheduled; 0 if unknown."""
+    try:
+        with open(f"/proc/{pid}/schedstat", "rb") as file:
+            run, delay = file.read().split()[:2]
+        return int(run) / 1e9, int(delay) / 1e9
+    except (OSError, ValueError):
+        return 0.0, 0.0
+
+
+class Watch:
+    """Soft memory limit over all processes of a session.
+
+    Proportional set size counts a page shared by n processes as 1/n; resident size would count
+    the zygote's pages once per process. Reading it costs up to milliseconds, so the pause between
+    two readings is ten times what the last one took.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._pause = 0.05
+        self._due = 0.0
+        self._used = -1.0
+
+    def start(self, now: float) -> None:
+        """A cell starts: look again after the shortest pause."""
+        self._due = now + 0.05
+
+    def due_in(self, now: float) -> float:
+        """Seconds until the next reading."""
+        return max(0.0, self._due - now)
+
+    def exceeded_idle(self, pids: list[int], now: float) -> bool:
+        """Between cells: read only when something of the session has used CPU since last time."""
+        if now < self._due:
+            return False
+        used = sum(cpu_s(pid) for pid in pids)
+        if used == self._used:
+            self._due = now + 1.0
+            return False
+        self._used = used
+        return self.exceeded(pids, now)
+
+    def exceeded(self, pids: list[int], now: float) -> bool:
+        """Read, when due, whether `pids` use more than the limit together."""
+        if now < self._due:
+            return False
+        total = sum(pss_bytes(pid) for pid in pids)
+        self._pause = min(2.0, max(0.05, 10 * (time.monotonic() - now)))
+        self._due = now + self._pause
+        return total > self._limit
+
+
+def pss_bytes(pid: int) -> int:
+    """Proportional set size of a process, 0 when it is gone or may not be read."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+            for line in file:
+                if line.startswith(b"Pss:"):
+                    return int(line.split()[1]) << 10
+    except OSError:
+        return 0
+    return 0
+
+
+def rss_bytes() -> int:
+    """Resident set size of this process."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * _PAGE
+    except OSError:
+        return 64 << 20

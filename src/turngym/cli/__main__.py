@@ -1,0 +1,5 @@
+"""`python -m turngym.cli` is `turngym`."""
+
+from turngym.cli import main
+
+main()

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from turngym.agents.base import Completion, Sampling
+from turngym.agents.base import Completion
 from turngym.agents.decode import Decoder, make_step
 from turngym.agents.decode_draw import draw, uniforms
 from turngym.agents.decode_slots import Request, SlotTable
@@ -295,28 +295,6 @@ class Engine:
         table.retire(slot)
         if request.future.set_running_or_notify_cancel():
             request.future.set_result(completion)
-
-    def score(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return log p(ids[t] | ids[:t]) for t >= 1, token by token; runs between two steps."""
-        request = Request(
-            ids=ids[:1], sampling=Sampling(), seed=0, session="", limit=len(ids), prompt=1
-        )
-        self._make_room(len(ids))
-        if not self.table.admit(request):
-            raise EngineError("no slot is free to score a sequence; wait for requests to finish")
-        slot = self.table.requests.index(request)
-        slots = np.array([slot])
-        found = np.zeros(len(ids) - 1, np.float32)
-        try:
-            for t in range(len(found)):
-                hidden = self._forward(slots, 1, span=max(_BUCKET_SPAN, 1 << t.bit_length()))
-                logp = self._decoder.head(hidden)[0].log_softmax(-1)
-                found[t] = float(logp[int(ids[t + 1])])
-                self.table.tokens[slot, t + 1] = ids[t + 1]
-                self.table.rows["known"][slot] += 1
-        finally:
-            self.table.retire(slot)
-        return found
 
 
 def _spans(versions: NDArray[np.int32]) -> tuple[tuple[int, int], ...]:

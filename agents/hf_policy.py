@@ -179,19 +179,6 @@ class HFPolicy:
         """Forget a session's cache. Unknown names are ignored. Thread-safe, returns at once."""
         self._engine.release(session)
 
-    def prompt_logprobs(self, ids: Sequence[int]) -> NDArray[np.float32]:
-        """Return log p(ids[t] | ids[:t]) for t >= 1 as the sampler computes it, (n - 1,).
-
-        For the canary after a weight sync. Blocks; not for the event loop's thread.
-        """
-        array = np.asarray(ids, dtype=np.int64)
-        self._check_ids(array)
-        if not 2 <= len(array) <= self._max_context:
-            raise EngineError(
-                f"scoring takes 2..{self._max_context} tokens (max_context), got {len(array)}"
-            )
-        return self._engine.thread.call(lambda: self._engine.score(array))
-
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Hold sampling between two steps, so that weights can change under requests in flight."""
         return self._engine.thread.parked()

@@ -272,18 +272,6 @@ def test_cancelling_frees_the_row_and_keeps_the_session_usable(
     assert policy.stats["sampled_tokens"] < 180
 
 
-def test_prompt_log_probabilities_are_the_learners(
-    make_model: MakeModel, make_policy: MakePolicy
-) -> None:
-    for family in ("qwen3", "gpt2", "mamba"):
-        model = make_model(family)
-        ids = np.random.default_rng(0).integers(0, 61, 40).astype(np.int32)
-        want = policy_logprobs(model, [ids], [np.arange(1, 40)]).logp.detach().numpy()
-        np.testing.assert_allclose(
-            make_policy(model).prompt_logprobs(ids.tolist()), want, atol=1e-5
-        )
-
-
 def test_a_model_in_training_mode_is_sampled_without_dropout(
     make_model: MakeModel, make_policy: MakePolicy
 ) -> None:

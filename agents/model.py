@@ -155,22 +155,16 @@ def policy_logprobs(
     if not used:
         empty = torch.zeros(0, device=device)
         return LogProbs(logp=empty, entropy=empty.clone() if with_entropy else None)
-    # The last scored token is predicted, never read.
-    lengths = [int(positions[k].max()) for k in used]
-    ids = np.zeros((len(used), max(lengths)), np.int64)
-    for line, k in enumerate(used):
-        ids[line, : lengths[line]] = rows[k][: lengths[line]]
-    index = np.concatenate(
-        [line * ids.shape[1] + positions[k] - 1 for line, k in enumerate(used)]
-    ).astype(np.int64)
-    target = np.concatenate([rows[k][positions[k]] for k in used]).astype(np.int64)
-    head, hidden = _run(model, torch.from_numpy(ids).to(device))
-    picked = hidden.flatten(0, 1)[torch.from_numpy(index).to(device)]
-    targets = torch.from_numpy(target).to(device)
+    ids, index, target = (
+        torch.from_numpy(array).to(device)
+        for array in _lay_out([rows[k] for k in used], [positions[k] for k in used])
+    )
+    head, hidden = _run(model, ids)
+    picked = hidden.flatten(0, 1)[index]
     outputs = [
         _score_chunk(head, h, t, temperature, with_entropy)
         for h, t in zip(
-            torch.split(picked, chunk_tokens), torch.split(targets, chunk_tokens), strict=True
+            torch.split(picked, chunk_tokens), torch.split(target, chunk_tokens), strict=True
         )
     ]
     logp = torch.cat([chunk[0] for chunk in outputs])
@@ -198,6 +192,20 @@ def _check_rows(
             )
 
 
+def _lay_out(
+    rows: Sequence[NDArray[np.int32]], positions: Sequence[NDArray[np.int64]]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return ids (B, T), where in B * T each prediction is made, and what it should have been."""
+    # The last scored token is predicted, never read.
+    lengths = [int(where.max()) for where in positions]
+    ids = np.zeros((len(rows), max(lengths)), np.int64)
+    for line, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        ids[line, :length] = row[:length]
+    index = [line * ids.shape[1] + where - 1 for line, where in enumerate(positions)]
+    target = [row[where] for row, where in zip(rows, positions, strict=True)]
+    return ids, np.concatenate(index), np.concatenate(target).astype(np.int64)
+
+
 def _run(model: nn.Module, ids: Tensor) -> tuple[Head, Tensor]:
     """Return a head and what it takes: hidden states, or logits where the head is opaque."""
     head = head_of(model)
@@ -214,7 +222,9 @@ def _score_chunk(
     head: Head, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
     def score(hidden: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(hidden) / temperature
+        logits = head(hidden)
+        if temperature != 1.0:
+            logits = logits / temperature
         total = logits.logsumexp(-1)
         logp = logits.gather(-1, targets[:, None]).squeeze(-1) - total
         if not with_entropy:

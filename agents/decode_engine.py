@@ -54,7 +54,7 @@ class Engine:
             token a row and step, steps of one fixed number of rows, and attention over a span that
             depends on the row's own position alone.
         threads: intra-op threads of the decoding thread; None = torch's setting.
-        check_weights: called when requests are admitted; what it raises goes to them.
+        check_weights: called before every step; what it raises ends what is in flight.
     """
 
     def __init__(
@@ -118,19 +118,26 @@ class Engine:
         return [request.future for request in (*running, *self._pending)]
 
     def _work(self) -> bool:
+        try:
+            self._check_weights()
+        except EngineError as error:
+            self._abort(error)
         self._admit()
         if self.table.num_active:
             self._step()
         return bool(self._pending or self.table.num_active)
 
+    def _abort(self, error: EngineError) -> None:
+        """Fail everything in flight and stay usable."""
+        for slot in np.flatnonzero(self.table.rows["active"]).tolist():
+            request = self.table.requests[slot]
+            assert request is not None
+            self.table.retire(slot)
+            fail(request.future, error)
+        while self._pending:
+            fail(self._pending.popleft().future, error)
+
     def _admit(self) -> None:
-        if not self._pending:
-            return
-        try:
-            self._check_weights()
-        except EngineError as error:
-            while self._pending:
-                fail(self._pending.popleft().future, error)
         while self._pending and self.table.num_active < self._max_rows:
             request = self._pending[0]
             try:

@@ -16,7 +16,7 @@ from turngym.errors import (
 )
 from turngym.sandboxes.base import Artifact, ErrorInfo, ExecResult, Limits
 from turngym.sandboxes.inside.frames import FrameError, FrameReader, encode
-from turngym.sandboxes.transport import Transport
+from turngym.sandboxes.transport import SocketTransport, Transport
 
 __all__ = ["DriverSession", "Link"]
 
@@ -97,7 +97,7 @@ class Link:
             message: the operation and its fields.
             body: raw bytes.
             within_s: longest time to wait.
-            descriptor: travels along, where the transport can carry it.
+            descriptor: travels along; needs a `SocketTransport`.
 
         Raises:
             OSError: the request failed inside; the errno of the far side.
@@ -110,7 +110,12 @@ class Link:
         self._waiting[number] = future
         try:
             async with self._sending:
-                await self.transport.send(encode({**message, "id": number}, body), descriptor)
+                frame = encode({**message, "id": number}, body)
+                if descriptor is None:
+                    await self.transport.send(frame)
+                else:
+                    assert isinstance(self.transport, SocketTransport)
+                    await self.transport.send_with_descriptor(frame, descriptor)
             async with asyncio.timeout(within_s):
                 answer, data = await future
         except TimeoutError:

@@ -1,7 +1,6 @@
 """`check_sandbox`: does a backend keep the contract, and does it hold against hostile code?"""
 
 import asyncio
-import contextlib
 import os
 import time
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from turngym.sandboxes.checking.attack import Attack, capabilities, load_attacks
 from turngym.sandboxes.checking.canaries import Canaries
 from turngym.sandboxes.checking.contract import CHECKS, Check
 from turngym.sandboxes.checking.escape_programs import ESCAPE_PROGRAMS
+from turngym.sandboxes.checking.leaks import descendants, open_files
 from turngym.sandboxes.checking.resource_programs import RESOURCE_PROGRAMS
 from turngym.sandboxes.factory import create
 from turngym.sandboxes.sync import SyncSandbox
@@ -215,7 +215,7 @@ class _Suite:
             self._victim = await self._sandbox.session()
             await self._victim.execute(_VICTIM)
         for pause_s in _INFRA_PAUSES_S:
-            before = _descendants(), _open_files()
+            before = descendants(), open_files()
             session = await self._sandbox.session()
             try:
                 outcome, detail, kind = await verdict(session, attack, self._canaries)
@@ -236,37 +236,10 @@ class _Suite:
         # Without a mount namespace the session's folder is removed by a process of ours.
         allowed_s = 20.0 if self._sandbox.guarantees.level == "landlock" else 1.0
         deadline = time.monotonic() + allowed_s
-        while left := (_descendants() - processes):
+        while left := (descendants() - processes):
             if time.monotonic() > deadline:
                 return "fail", f"processes left behind: {sorted(left)}"
             await asyncio.sleep(0.02)
-        if (now := _open_files()) > files:
+        if (now := open_files()) > files:
             return "fail", f"{now - files} file descriptors left open on the host"
         return "pass", ""
-
-
-def _open_files() -> int:
-    try:
-        return len(os.listdir("/proc/self/fd"))
-    except OSError:
-        return 0
-
-
-def _descendants() -> set[int]:
-    """PIDs of this process's descendants, those inside PID namespaces included."""
-    parents: dict[int, int] = {}
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc"):
-            if name.isdigit():
-                with contextlib.suppress(OSError, ValueError, IndexError):
-                    text = Path("/proc", name, "stat").read_text(errors="replace")
-                    parents[int(name)] = int(text.rpartition(")")[2].split()[1])
-    own = os.getpid()
-    found: set[int] = set()
-    for pid in parents:
-        chain = [pid]
-        while (above := parents.get(chain[-1], 0)) > 1 and above != own:
-            chain.append(above)
-        if above == own:
-            found.update(chain)
-    return found

@@ -63,6 +63,7 @@ class Worker:
         self._result_chars = int(limits["result_chars"])
         self._artifact_bytes = int(limits["artifact_mb"]) << 20
         self._cells = 0
+        self._interrupted = False
         self._loop: Any = None
         self._token = b""
         self._streams: list[io.TextIOWrapper] = []
@@ -158,6 +159,9 @@ class Worker:
 
     def _cell(self, source: bytes) -> list[bytes]:
         self._cells += 1
+        if self._interrupted:
+            _reap_children()
+            self._interrupted = False
         if any(stream.closed for stream in self._streams):
             self._make_streams()
         try:
@@ -169,6 +173,7 @@ class Worker:
                 return answer
             except BaseException as error:
                 _stop_tracing()
+                self._interrupted = type(error) is KeyboardInterrupt
                 answer = _describe(error, self._workspace)
                 self._flush()
                 return answer
@@ -245,6 +250,15 @@ def _ignore_interrupts() -> None:
             return
         except BaseException:
             continue
+
+
+def _reap_children() -> None:
+    """Collect the children that init killed with an interrupted cell; they count as processes."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            continue
+    except ChildProcessError:
+        return
 
 
 def _stop_tracing() -> None:

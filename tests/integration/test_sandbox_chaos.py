@@ -28,7 +28,8 @@ def plan(seed: int) -> list[tuple[str, str, set[str]]]:
     rng = random.Random(seed)
     kinds = ["hang"] * 100 + ["crash"] * 100 + ["bomb"] * 40 + ["good"] * (COUNT - 240)
     rng.shuffle(kinds)
-    expected = {"hang": {"timeout"}, "crash": {"exited"}, "bomb": {"memory", "error"}}
+    # A loop that never gets a processor is the machine's fault, and is said to be.
+    expected = {"hang": {"timeout", "infra"}, "crash": {"exited"}, "bomb": {"memory", "error"}}
     codes = {"hang": HANGS, "crash": CRASHES, "bomb": BOMBS}
     return [
         (kind, rng.choice(codes[kind]), expected[kind])
@@ -46,11 +47,7 @@ async def run_share(
         session = await sandbox.session()
         try:
             for kind, code, allowed in work[start : start + 4]:
-                for _ in range(8):
-                    result = await session.execute(code, 0.3 if kind == "hang" else 30.0)
-                    if not result.infra_fault:
-                        break
-                    await asyncio.sleep(0.5)
+                result = await session.execute(code, 0.3 if kind == "hang" else 30.0)
                 assert result.status in allowed, (kind, code, result)
                 if kind == "good":
                     number = int(code.split("(")[1].split(")")[0])
@@ -75,10 +72,14 @@ def test_two_thousand_executions_from_128_coroutines_leave_no_trace() -> None:
         work = plan(1)
         results: list[tuple[str, ExecResult]] = []
         shares = [work[n::COROUTINES] for n in range(COROUTINES)]
-        await asyncio.gather(*(run_share(sandbox, share, results) for share in shares))
+        try:
+            await asyncio.gather(*(run_share(sandbox, share, results) for share in shares))
+            await asyncio.sleep(1.0)
+            assert [s for s in marked(mark).values() if s == "Z"] == []
+        finally:
+            await sandbox.aclose()
         assert len(results) == COUNT
-        assert [s for s in marked(mark).values() if s == "Z"] == []
-        await sandbox.aclose()
+        assert "timeout" in {one.status for kind, one in results if kind == "hang"}
 
     files, memory = open_files(), resident_mb()
     asyncio.run(asyncio.wait_for(scenario(), 500))

@@ -55,7 +55,7 @@ class SocketTransport:
     async def receive(self) -> bytes:
         """Return the next bytes."""
         try:
-            data = await asyncio.get_running_loop().sock_recv(self._socket, 1 << 20)
+            data = await asyncio.get_running_loop().sock_recv(self._socket, 1 << 16)
         except OSError as error:
             raise SessionLostError(f"the session's init process is gone: {error}") from error
         if not data:

@@ -113,6 +113,17 @@ class Init:
         self._cell: Cell | None = None
         self._lost_unseen = False
         self._spent = False
+        self._handlers = {
+            "execute": self._execute,
+            "program": self._execute,
+            "interrupt": self._interrupt,
+            "reset": self._reset,
+            "fork": self._branch,
+            "write": self._write,
+            "read": self._read,
+            "list": self._list,
+            "ping": self._ping,
+        }
 
     def run(self) -> NoReturn:
         """Serve until the host hangs up."""
@@ -239,17 +250,7 @@ class Init:
 
     def _handle(self, message: dict[str, Any], body: bytes) -> None:
         operation, number = message.get("op"), message.get("id")
-        handler = {
-            "execute": self._execute,
-            "program": self._execute,
-            "interrupt": self._interrupt,
-            "reset": self._reset,
-            "fork": self._branch,
-            "write": self._write,
-            "read": self._read,
-            "list": self._list,
-            "ping": self._ping,
-        }.get(str(operation))
+        handler = self._handlers.get(str(operation))
         try:
             if handler is None:
                 raise OSError(errno.ENOSYS, f"no operation {operation!r}")

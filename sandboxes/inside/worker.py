@@ -184,6 +184,7 @@ class Worker:
         """Run a cell; return the value of its last expression statement, or None."""
         text = source.decode("utf-8", "surrogatepass")
         _remember(name, text)
+        linecache.cache.pop(f"<cell {self._cells - _KEPT_SOURCES}>", None)
         tree = compile(text, name, "exec", _CELL_FLAGS | ast.PyCF_ONLY_AST, dont_inherit=True)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         if tree.body:
@@ -272,9 +273,6 @@ def _stop_tracing() -> None:
 
 def _remember(name: str, text: str) -> None:
     """Let tracebacks quote the source."""
-    cells = [key for key in linecache.cache if key.startswith("<cell ")]
-    for key in cells[:-_KEPT_SOURCES]:
-        del linecache.cache[key]
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
 
 

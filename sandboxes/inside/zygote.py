@@ -25,6 +25,7 @@ from turngym.sandboxes.inside.frames import encode
 from turngym.sandboxes.inside.init import Init
 from turngym.sandboxes.inside.interpreter import Interpreter
 from turngym.sandboxes.inside.landlock import restrict
+from turngym.sandboxes.inside.seccomp import prepare
 from turngym.sandboxes.inside.syscalls import (
     CLONE_NEWIPC,
     CLONE_NEWNS,
@@ -35,6 +36,7 @@ from turngym.sandboxes.inside.syscalls import (
     SESSION_NAMESPACES,
     bring_loopback_up,
     clone,
+    collapse_memory,
     prctl,
     unshare,
 )
@@ -185,8 +187,10 @@ class _Zygote:
                 importlib.import_module(name)
             except ImportError as error:
                 self._missing.append(f"{name}: {error}")
+        prepare()
         gc.collect()
         gc.freeze()
+        collapse_memory()
 
     def _turn(self) -> None:
         """Wait for a request, a dead session or the launcher's end."""

@@ -19,7 +19,6 @@ _TIME = [
             except BaseException: pass
         """,
         kind=_STOPPED,
-        state_lost=True,
         timeout_s=0.5,
     ),
     program(

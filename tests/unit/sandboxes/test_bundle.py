@@ -12,8 +12,8 @@ from turngym.sandboxes.inside.frames import FrameReader, encode
 
 
 def test_programs_fit_into_one_argument() -> None:
-    assert len(program("zygote", {}).encode()) < 120_000  # the kernel allows 131,072
-    assert len(container_program().encode()) < 120_000
+    assert len(program("zygote", {}).encode()) < 100_000  # the kernel allows 131,072
+    assert len(container_program().encode()) < 100_000
 
 
 def test_the_driver_hides_itself_from_what_it_runs() -> None:

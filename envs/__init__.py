@@ -1,1 +1,63 @@
-"""See the modules."""
+"""Environments in message space: authoring, registering, checking, and the built-in ones."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from turngym.envs.calls import make_call
+    from turngym.envs.checker import check_env
+    from turngym.envs.core import TurnEnv
+    from turngym.envs.episode import Snapshot
+    from turngym.envs.registry import env_ids, make, make_vec, register
+    from turngym.envs.spaces import DialogueSpace, MessageSpace, TextSpace
+    from turngym.envs.tasks import Draft, TaskSet
+    from turngym.envs.tools import Tool, tool
+    from turngym.envs.wrappers import RecordEpisode, TextActions, TurnLimit
+
+_HOMES = {
+    "DialogueSpace": "turngym.envs.spaces",
+    "Draft": "turngym.envs.tasks",
+    "MessageSpace": "turngym.envs.spaces",
+    "RecordEpisode": "turngym.envs.wrappers",
+    "Snapshot": "turngym.envs.episode",
+    "TaskSet": "turngym.envs.tasks",
+    "TextActions": "turngym.envs.wrappers",
+    "TextSpace": "turngym.envs.spaces",
+    "Tool": "turngym.envs.tools",
+    "TurnEnv": "turngym.envs.core",
+    "TurnLimit": "turngym.envs.wrappers",
+    "check_env": "turngym.envs.checker",
+    "env_ids": "turngym.envs.registry",
+    "make": "turngym.envs.registry",
+    "make_call": "turngym.envs.calls",
+    "make_vec": "turngym.envs.registry",
+    "register": "turngym.envs.registry",
+    "tool": "turngym.envs.tools",
+}
+
+__all__ = [
+    "DialogueSpace",
+    "Draft",
+    "MessageSpace",
+    "RecordEpisode",
+    "Snapshot",
+    "TaskSet",
+    "TextActions",
+    "TextSpace",
+    "Tool",
+    "TurnEnv",
+    "TurnLimit",
+    "check_env",
+    "env_ids",
+    "make",
+    "make_call",
+    "make_vec",
+    "register",
+    "tool",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'turngym.envs' has no attribute {name!r}")

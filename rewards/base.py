@@ -9,7 +9,7 @@ model wrote and never read the raw history: they get the views below, which hold
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from turngym.errors import ConfigError, RewardError
 from turngym.types import InvalidToolCall, Level, Message, RewardSpec, Task, ToolCall
@@ -87,6 +87,21 @@ RewardFn = Callable[..., float | None]
 F = TypeVar("F", bound=Callable[..., float | None])
 
 _MARK = "__turngym_reward__"
+
+
+@overload
+def reward(fn: F, /) -> F: ...
+
+
+@overload
+def reward(
+    *,
+    weight: float = ...,
+    on: Level = ...,
+    low: float | None = ...,
+    high: float | None = ...,
+    name: str | None = ...,
+) -> Callable[[F], F]: ...
 
 
 def reward(

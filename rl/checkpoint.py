@@ -5,10 +5,11 @@ form, `learner.pt` (optimizer, random state) and `state.json` (step, position in
 It appears under its name only when complete.
 """
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from turngym.errors import CheckpointError
 from turngym.tracking import write_json
 
-__all__ = ["Checkpoint", "latest", "load_weights", "save"]
+__all__ = ["Checkpoint", "latest", "load_weights", "save", "saving"]
 
 _PREFIX = "step-"
 _FORMAT = 1
@@ -75,6 +76,17 @@ def save(
     for old in _folders(root)[:-keep] if keep > 0 else []:
         shutil.rmtree(old)
     return target
+
+
+@contextlib.contextmanager
+def saving(folder: Path) -> Iterator[None]:
+    """Turn what goes wrong while a model is saved into a `CheckpointError` naming the folder."""
+    try:
+        yield
+    except Exception as error:  # torch and safetensors raise their own kinds on a full disk
+        raise CheckpointError(
+            f"cannot write {folder}: {error}; free space or choose another run folder"
+        ) from error
 
 
 def _folders(root: Path) -> list[Path]:

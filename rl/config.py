@@ -1,21 +1,15 @@
 """What a training run is made of: frozen dataclasses without torch (`--help` must be fast)."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
+from turngym.agents.config import RolloutConfig
 from turngym.errors import ConfigError
+from turngym.rl.algorithm import Algorithm
+from turngym.rl.presets import preset
 
-__all__ = ["EvalSchedule", "LoraConfig", "ModelConfig", "OptimConfig", "SftConfig"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraConfig:
-    """Low-rank adapters instead of full weights (peft)."""
-
-    rank: int = 8
-    alpha: float = 16.0
-    targets: tuple[str, ...] = ()
-    """Names of the linear layers that get an adapter; empty = all of them."""
+__all__ = ["EvalSchedule", "ModelConfig", "OptimConfig", "SftConfig", "TrainConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +21,18 @@ class ModelConfig:
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "auto"
-    lora: LoraConfig | None = None
-    """Train adapters only; None = all weights."""
+    lora_rank: int = 0
+    """Rank of low-rank adapters, trained instead of the weights (needs peft); 0 = all weights."""
+
+    lora_alpha: float | None = None
+    """The adapters' update is scaled by alpha / rank; None = twice the rank."""
+
+    lora_targets: tuple[str, ...] = ()
+    """Names of the linear layers that get an adapter; none = all of them."""
+
+    def __post_init__(self) -> None:
+        if self.lora_rank < 0:
+            raise ConfigError(f"model.lora_rank must be 0 (off) or positive, got {self.lora_rank}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,3 +117,76 @@ class EvalSchedule:
 
     before: bool = True
     after: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Improve an agent: roll out tasks in groups, credit, update, sync, again.
+
+    A recipe (`@file.toml`) gives settings, flags override it. `--algorithm NAME` chooses a preset
+    (see `turngym algorithms`), `--algorithm.AXIS.FIELD` changes it.
+    """
+
+    env_id: str = "turngym/Calculator-v0"
+    """Environment; also the first positional argument."""
+
+    run: Path = Path("runs/train")
+    """Run folder: configuration, metrics, trajectories, checkpoints, the trained model."""
+
+    resume: bool = False
+    """Go on from the newest checkpoint of the run folder, with the same settings."""
+
+    seed: int = 0
+    steps: int = 30
+    """Rollout batches; each is `optim.minibatches` * `optim.epochs` optimizer steps."""
+
+    prompts: int = 16
+    """Tasks of a rollout batch, each rolled out `rollout.group_size` times."""
+
+    temperature: float = 1.0
+    """At which the policy samples while it trains."""
+
+    deterministic: bool = False
+    """Bit-equal runs and resumes (float32 on a CPU, one thread)."""
+
+    threads: int | None = None
+    """Threads of a matrix product; tiny models run fastest with 1. None = torch's choice."""
+
+    dialect: str | None = None
+    """How the model writes tool calls; None = told from its chat template."""
+
+    on_rewrite: Literal["error", "append", "segments"] = "error"
+    """What to do with a chat template that rewrites history (drops earlier reasoning)."""
+
+    trackers: tuple[str, ...] = ()
+    """Besides the run folder: tensorboard, wandb, trackio."""
+
+    save_every: int = 10
+    """Rollout batches between checkpoints; 0 = only at the end."""
+
+    keep_checkpoints: int = 2
+    store_trajectories: int = 1
+    """Rollout batches between stored ones; 0 = none."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    algorithm: Algorithm = field(default_factory=lambda: preset("grpo"))
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    eval: EvalSchedule = field(default_factory=EvalSchedule)
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "keep_checkpoints"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        for name in ("steps", "save_every", "store_trajectories"):
+            if (value := getattr(self, name)) < 0:
+                raise ConfigError(f"{name} must not be negative, got {value}")
+        if not 0 < self.temperature < float("inf"):
+            raise ConfigError(
+                f"temperature must be positive and finite while training, got {self.temperature}"
+            )
+        if self.deterministic and self.model.dtype != "float32":
+            raise ConfigError(
+                f"deterministic runs need model.dtype='float32', got {self.model.dtype!r}"
+            )

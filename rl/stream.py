@@ -14,6 +14,8 @@ __all__ = ["TaskStream"]
 class TaskStream:
     """An endless, resumable stream of task ordinals; no task twice in one pass.
 
+    Task `i` has the ordinal `pass * num_tasks + i`, so that another pass draws other samples of it.
+
     Args:
         num_tasks: tasks in the set.
         seed: of the permutations.
@@ -38,7 +40,7 @@ class TaskStream:
             if epoch != self._epoch:
                 self._epoch, self._order = epoch, list(range(self.num_tasks))
                 random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
-            drawn.append(self._order[offset])
+            drawn.append(epoch * self.num_tasks + self._order[offset])
             self.position += 1
         return drawn
 

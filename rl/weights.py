@@ -50,7 +50,7 @@ class Canary:
             )
         session = "canary"
         completion = await policy.generate(
-            self._prompt, self._sampling, seed=version, version=version, session=session
+            self._prompt.tolist(), self._sampling, seed=version, version=version, session=session
         )
         policy.release(session)
         row = np.concatenate([self._prompt, completion.ids])

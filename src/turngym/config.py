@@ -67,7 +67,13 @@ def merge(default: T, values: Mapping[str, Any], *, where: str = "") -> T:
         if name not in names:
             raise ConfigError(f"unknown setting {path!r}{suggest(name, names)}")
         current = getattr(default, name)
-        if dataclasses.is_dataclass(current) and isinstance(value, Mapping):
+        kind = value.get("kind") if isinstance(value, Mapping) else None
+        if (
+            isinstance(value, Mapping)
+            and dataclasses.is_dataclass(current)
+            and kind in (None, type(current).__name__)
+        ):
+            value = {key: item for key, item in value.items() if key != "kind"}
             changes[name] = merge(current, value, where=f"{path}.")
         else:
             changes[name] = _coerce(value, hints[name], path)
@@ -75,17 +81,49 @@ def merge(default: T, values: Mapping[str, Any], *, where: str = "") -> T:
 
 
 def _coerce(value: Any, hint: Any, path: str) -> Any:
+    members = typing.get_args(hint) if _is_union(hint) else (hint,)
+    if isinstance(value, Mapping):
+        for member in members:
+            if isinstance(member, type) and dataclasses.is_dataclass(member):
+                return _build(value, member, path)
+    if isinstance(value, list):
+        for member in members:
+            items = typing.get_args(member)
+            if typing.get_origin(member) is tuple and dataclasses.is_dataclass(items[0]):
+                kind = typing.cast(type, items[0])
+                return tuple(_build(v, kind, f"{path}[{i}]") for i, v in enumerate(value))
+    return _validate(value, hint, path)
+
+
+def _build(value: Any, base: type, path: str) -> Any:
+    """Make a dataclass from a table; `kind` names which, where the setting has a choice."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"setting {path!r} must be a table, got {value!r}")
+    kinds = {kind.__name__: kind for kind in _concrete(base)}
+    values = dict(value)
+    name = values.pop("kind", base.__name__)
+    if name not in kinds:
+        raise ConfigError(
+            f"setting {path!r}: unknown kind {name!r}{suggest(str(name), list(kinds))}"
+        )
+    kind = kinds[name]
+    try:
+        return merge(kind(), values, where=f"{path}.")
+    except TypeError:  # some field has no default: all of them must be given
+        required = [f.name for f in dataclasses.fields(kind)]
+        missing = [f for f in required if f not in values]
+        raise ConfigError(f"setting {path!r}: {name} needs {', '.join(missing)}") from None
+
+
+def _concrete(base: Any) -> list[Any]:
+    """Return the dataclass and those derived from it, a bare base class left out."""
+    below = [kind for child in base.__subclasses__() for kind in _concrete(child)]
+    return below + ([base] if dataclasses.fields(base) or not below else [])
+
+
+def _validate(value: Any, hint: Any, path: str) -> Any:
     from pydantic import TypeAdapter, ValidationError
 
-    members = typing.get_args(hint) if _is_union(hint) else (hint,)
-    classes = [member for member in members if dataclasses.is_dataclass(member)]
-    if isinstance(value, Mapping) and len(classes) == 1 and isinstance(classes[0], type):
-        try:
-            blank = classes[0]()
-        except TypeError:
-            blank = None
-        if blank is not None:
-            return merge(blank, value, where=f"{path}.")
     try:
         return TypeAdapter(hint).validate_python(value)
     except ValidationError as error:
@@ -109,7 +147,6 @@ def parse_flags(default: T, argv: Sequence[str], *, prog: str, description: str)
     import tyro
 
     kind = typing.cast(Any, type(default))
-    config = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
     return typing.cast(
         T,
         tyro.cli(
@@ -118,7 +155,7 @@ def parse_flags(default: T, argv: Sequence[str], *, prog: str, description: str)
             args=list(argv),
             prog=prog,
             description=description,
-            config=config,
+            config=(tyro.conf.AvoidSubcommands,),
         ),
     )
 

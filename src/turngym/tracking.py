@@ -4,6 +4,7 @@ Run folder: `config.json`, `metrics.jsonl`, `trajectories/`, `checkpoints/`, `ev
 Every metric key is documented in `docs/metrics.md`.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -47,7 +48,8 @@ def write_json(path: Path, value: Any) -> None:
         temporary.write_text(json.dumps(value, indent=1, sort_keys=False) + "\n", encoding="utf-8")
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder itself may be what is wrong
+            temporary.unlink()
         raise TurngymError(
             f"cannot write {path}: {error.strerror}; free space or choose another run folder"
         ) from error

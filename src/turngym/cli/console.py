@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-__all__ = ["Advance", "out", "progress", "setup_logging", "show_table"]
+__all__ = ["Advance", "out", "progress", "quiet_transformers", "setup_logging", "show_table"]
 
 out = Console(highlight=False, soft_wrap=True)
 
@@ -23,8 +23,8 @@ PLAIN_EVERY_S = 10.0
 class Advance(Protocol):
     """Tells a progress display how far the work is."""
 
-    def __call__(self, done: int, note: str = "") -> None:
-        """Set the number of finished items and a short note."""
+    def __call__(self, done: int, note: str = "", *, total: int | None = None) -> None:
+        """Set the number of finished items, a short note and, once known, the total."""
         ...
 
 
@@ -38,6 +38,13 @@ def setup_logging() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+
+
+def quiet_transformers() -> None:
+    """Switch off the progress bars of transformers: commands show their own progress."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
@@ -61,7 +68,7 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: 
 
 
 @contextmanager
-def progress(label: str, total: int) -> Iterator[Advance]:
+def progress(label: str, total: int | None = None) -> Iterator[Advance]:
     """Show a bar with a rate and the time left; a line every ten seconds when not a terminal."""
     if out.is_terminal:
         columns = (
@@ -73,18 +80,22 @@ def progress(label: str, total: int) -> Iterator[Advance]:
         )
         with Progress(*columns, console=out, transient=True) as bar:
             task = bar.add_task(escape(label), total=total, note="")
-            yield lambda done, note="": bar.update(task, completed=done, note=escape(note))
+
+            def update(done: int, note: str = "", *, total: int | None = None) -> None:
+                bar.update(task, completed=done, total=total, note=escape(note))
+
+            yield update
         return
     started = last = time.monotonic()
 
-    def advance(done: int, note: str = "") -> None:
+    def advance(done: int, note: str = "", *, total: int | None = total) -> None:
         nonlocal last
         now = time.monotonic()
         if now - last < PLAIN_EVERY_S:
             return
         last = now
         rate = done / (now - started)
-        left = f", {(total - done) / rate:.0f} s left" if rate > 0 else ""
+        left = f", {(total - done) / rate:.0f} s left" if total and rate > 0 else ""
         print(
             f"{label}: {done}/{total}, {rate:.2f}/s{left}{' ' + note if note else ''}", flush=True
         )

@@ -1,0 +1,68 @@
+"""Settings of the rollout side. Free of torch: the command line reads them for `--help`."""
+
+from dataclasses import dataclass
+
+from turngym.errors import ConfigError
+
+__all__ = ["RolloutConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """How episodes are rolled out."""
+
+    group_size: int = 8
+    """Trajectories a task (G)."""
+
+    concurrency: int = 64
+    """Trajectories in flight at once."""
+
+    max_tokens: int = 512
+    """Most tokens of one completion (a turn); a completion cut off there ends the episode."""
+
+    max_context: int | None = None
+    """Most tokens of a context, completion included; None = what the policy allows."""
+
+    deadline_s: float | None = 600.0
+    """Seconds an episode may take before it is ended and scored as it stands; None = no limit.
+    Deterministic runs have none: a deadline makes the result depend on the machine's load."""
+
+    env_timeout_s: float = 120.0
+    """Seconds one call of the environment may run; past them its thread is abandoned and the
+    episode is an `env_error`. Tools have their own, shorter deadlines."""
+
+    retries: int = 1
+    """Times an episode that failed for the world's fault is played again, in a fresh environment
+    with the same seed, before its group is dropped."""
+
+    failure_rate: float = 0.5
+    """The run stops when more than this fraction of the last 32 attempts failed for the world's
+    fault (judged from the eighth on); 1 = never."""
+
+    threads: int | None = None
+    """Threads for environment code; None = one for every trajectory in flight."""
+
+    lag_s: float = 0.5
+    """Seconds the event loop may be blocked before a warning names the blocker."""
+
+    deterministic: bool = False
+    """Bit-equal trajectories whatever the concurrency, given a deterministic policy."""
+
+    def __post_init__(self) -> None:
+        for name in ("group_size", "concurrency", "max_tokens", "max_context", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        for name in ("deadline_s", "env_timeout_s", "lag_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"{name} must be positive and finite, got {value}")
+        if self.retries < 0:
+            raise ConfigError(f"retries must not be negative, got {self.retries}")
+        if not 0 <= self.failure_rate <= 1:
+            raise ConfigError(f"failure_rate must lie in [0, 1], got {self.failure_rate}")
+
+    @property
+    def episode_deadline_s(self) -> float | None:
+        """The deadline in force: none in deterministic runs."""
+        return None if self.deterministic else self.deadline_s

@@ -1,0 +1,122 @@
+"""Evaluation: play tasks, keep every episode, report with confidence intervals."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from turngym.agents.episode import Seat
+from turngym.agents.rollout import RolloutEngine
+from turngym.agents.store import TrajectoryStore
+from turngym.agents.summary import Report, record, success_rule, summarize
+from turngym.errors import CheckpointError, ConfigError
+from turngym.types import Trajectory, is_world_fault
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    engine: RolloutEngine,
+    *,
+    num_tasks: int | None = None,
+    samples_per_task: int = 1,
+    out: Path | str | None = None,
+    resume: bool = False,
+    success: str | Sequence[str] | None = None,
+) -> Report:
+    """Play the first tasks of the engine's source and summarise the episodes.
+
+    With a folder, each episode is stored as it ends (`trajectories/`), `evaluation.json` says what
+    was played and `report.json` holds the numbers. An interrupted evaluation is resumed with the
+    same arguments; episodes that failed for the world's fault are played again. Draws are seeded
+    by task and sample, so the numbers are those of one run; more tasks or samples may be asked.
+
+    Args:
+        engine: plays the episodes; its group size is not used.
+        num_tasks: how many tasks; None = all of the split.
+        samples_per_task: episodes a task, for pass@k and pass^k.
+        out: folder; None keeps nothing.
+        resume: go on in a folder that already holds episodes.
+        success: what counts as success, see `success_rule`.
+
+    Raises:
+        ConfigError: a number out of range, an unknown component, or a folder that holds another
+            evaluation.
+        CircuitBreakerError: too many episodes failed for the world's fault; resume when mended.
+        CheckpointError: the folder cannot be written.
+    """
+    specs = engine.source.reward_specs
+    rule = success_rule(specs, success)
+    available = len(engine.source.task_set)
+    num_tasks = available if num_tasks is None else num_tasks
+    if not 1 <= num_tasks <= available:
+        raise ConfigError(f"num_tasks must lie in 1..{available} (the split), got {num_tasks}")
+    if samples_per_task < 1:
+        raise ConfigError(f"samples_per_task must be at least 1, got {samples_per_task}")
+    store, records = _open(out, engine, rule, resume=resume)
+    done = {(one["task_id"], one["sample"]) for one in records if not is_world_fault(one["status"])}
+    seats = (
+        engine.seat(ordinal, sample)
+        for ordinal in range(num_tasks)
+        for sample in range(samples_per_task)
+    )
+    todo = [seat for seat in seats if (seat.task.id, seat.sample) not in done]
+
+    def keep(_: Seat, trajectory: Trajectory) -> None:
+        if store is not None:
+            store.append([trajectory])
+        records.append(record(trajectory))
+
+    engine.wait(engine.play(todo, keep, total=len(todo)))
+    report = summarize(records, specs, success=list(rule))
+    if out is not None:
+        _write(Path(out) / "report.json", report.to_json())
+    return report
+
+
+def _open(
+    out: Path | str | None, engine: RolloutEngine, rule: dict[str, float], *, resume: bool
+) -> tuple[TrajectoryStore | None, list[dict[str, Any]]]:
+    """Return where episodes go and what is there already."""
+    if out is None:
+        return None, []
+    folder = Path(out)
+    store = TrajectoryStore(folder / "trajectories")
+    records = store.rows()
+    if records and not resume:
+        raise ConfigError(f"{folder} already holds an evaluation: resume it or choose another")
+    _check_same(folder, engine, rule)
+    return store, records
+
+
+def _check_same(folder: Path, engine: RolloutEngine, rule: dict[str, float]) -> None:
+    """Compare with what the folder says was played; write it when it says nothing."""
+    asked = {
+        "env_id": engine.source.env_id,
+        "kwargs": engine.source.kwargs,
+        "seed": engine.seed,
+        "success": rule,
+        "specs": {name: spec.weight for name, spec in engine.source.reward_specs.items()},
+    }
+    asked = json.loads(json.dumps(asked, default=str))
+    path = folder / "evaluation.json"
+    if not path.is_file():
+        _write(path, asked)
+        return
+    found = json.loads(path.read_text(encoding="utf-8"))
+    for name, value in asked.items():
+        if found.get(name) != value:
+            raise ConfigError(
+                f"{folder} holds another evaluation: its {name} is {found.get(name)!r}, not "
+                f"{value!r}; choose another folder"
+            )
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error

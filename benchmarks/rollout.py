@@ -1,0 +1,229 @@
+"""The rollout engine against lock-step loops, and what it costs a turn.
+
+    python benchmarks/rollout.py --repeats 3
+
+Schedules: the same scripted completions and tools with the same latencies, drawn per trajectory
+and turn, under (1) lock-step turns with serial tools, as synchronous trainers run them, (2)
+lock-step turns with parallel tools, (3) the engine. A batch of completions takes as long as its
+slowest. Wall time; sides alternate, ratios are medians over the pairs.
+
+Overhead: instant completions and tools; engine time a turn, thread hop included, and what is left
+after the same policy, renderer and environment calls in a plain loop are taken off. CPU time of
+the process, all threads together, on top of wall time.
+"""
+
+import argparse
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import gymnasium
+
+from turngym.agents.base import Sampling
+from turngym.agents.config import RolloutConfig
+from turngym.agents.episode import Seat
+from turngym.agents.plain import PlainRenderer
+from turngym.agents.rollout import EnvSource, RolloutEngine, TokenAgent
+from turngym.agents.scripted import ScriptedPolicy
+from turngym.types import Action, Message, Observation, RewardSpec, Status, Task
+
+ENV_ID = "benchmark/SlowTool-v0"
+CALL = '<tool_call>{"name":"f","arguments":{}}</tool_call>'
+RENDERER = PlainRenderer()
+
+
+class Tasks:
+    """Tasks that differ by name only."""
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, ordinal: int) -> Task:
+        return Task(id=str(ordinal))
+
+
+class SlowTool(gymnasium.Env[Observation, Action]):
+    """Answers every call after a delay drawn from the episode's seed."""
+
+    def __init__(self, *, turns: int = 8, mean_s: float = 0.0) -> None:
+        self.task_set = Tasks()
+        self.reward_specs = {"done": RewardSpec(name="done")}
+        self.turns = turns
+        self.mean_s = mean_s
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Start an episode."""
+        self.rng = random.Random(seed)
+        self.turn = 0
+        return (Message(role="user", content="go"),), {"tools": ()}
+
+    def step(self, action: Action) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Sleep, answer."""
+        self.turn += 1
+        if self.mean_s:
+            time.sleep(draw(self.rng, self.mean_s))
+        is_over = self.turn >= self.turns
+        info: dict[str, Any] = {"rewards": self.finish("completed") if is_over else {}}
+        if is_over:
+            info["stop_reason"] = "completed"
+        return (Message(role="tool", content="ok"),), 0.0, is_over, False, info
+
+    def finish(self, reason: Status) -> Mapping[str, float | None]:
+        """Score the outcome."""
+        return {"done": 1.0}
+
+
+def draw(rng: random.Random, mean_s: float) -> float:
+    """Draw a latency: mostly near the mean, now and then several times as long."""
+    return rng.lognormvariate(0.0, 0.6) * mean_s / 1.2
+
+
+def make_policy(mean_s: float) -> ScriptedPolicy:
+    """Return a policy that calls the tool in every turn."""
+    if not mean_s:
+        return ScriptedPolicy([CALL], encode=RENDERER.encode)
+    return ScriptedPolicy(
+        [CALL], encode=RENDERER.encode, latency=lambda turn, rng: draw(rng, mean_s)
+    )
+
+
+def make_engine(rows: int, turns: int, policy: ScriptedPolicy, tool_s: float) -> RolloutEngine:
+    """Return an engine over slow tools, all rows in flight; one sample a task."""
+    return RolloutEngine(
+        EnvSource(ENV_ID, {"turns": turns, "mean_s": tool_s}),
+        TokenAgent.factory(policy, RENDERER),
+        RolloutConfig(group_size=1, concurrency=rows),
+        seed=0,
+    )
+
+
+class Row:
+    """One trajectory of the loops that do without the engine."""
+
+    def __init__(self, ordinal: int, turns: int, tool_s: float) -> None:
+        self.seat = Seat(
+            run_seed=0, ordinal=ordinal, sample=0, task=Tasks()[ordinal], group_id=f"{ordinal}"
+        )
+        self.env = SlowTool(turns=turns, mean_s=tool_s)
+        prompt, _ = self.env.reset(seed=self.seat.env_seed)
+        self.context = RENDERER.start(prompt, ())[0].tolist()
+
+    async def complete(self, policy: ScriptedPolicy, turn: int) -> Action:
+        """Sample the next completion and read it."""
+        seed = self.seat.turn_seed(turn)
+        said = await policy.generate(
+            self.context, Sampling(), seed=seed, session=self.seat.group_id
+        )
+        self.context += said.ids.tolist()
+        RENDERER.roles(said.ids)
+        return RENDERER.parse(said.ids)
+
+    def answer(self, action: Action) -> None:
+        """Run the tool and add what it says."""
+        observation = self.env.step(action)[0]
+        suffix, _ = RENDERER.extend((), observation, (), last_id=self.context[-1])
+        self.context += suffix.tolist()
+
+
+def lock_step(
+    num_rows: int, turns: int, policy: ScriptedPolicy, tool_s: float, *, threads: int
+) -> None:
+    """Play turn by turn: all completions, then all tools, `threads` at a time."""
+    rows = [Row(ordinal, turns, tool_s) for ordinal in range(num_rows)]
+
+    async def completions(turn: int) -> list[Action]:
+        return await asyncio.gather(*(row.complete(policy, turn) for row in rows))
+
+    with ThreadPoolExecutor(threads) as pool:
+        for turn in range(turns):
+            actions = asyncio.run(completions(turn))
+            list(pool.map(Row.answer, rows, actions))
+
+
+def bare_loop(num_rows: int, turns: int) -> None:
+    """Play row after row in one coroutine: no threads, no engine, no record."""
+    policy = make_policy(0.0)
+
+    async def main() -> None:
+        for ordinal in range(num_rows):
+            row = Row(ordinal, turns, 0.0)
+            for turn in range(turns):
+                row.answer(await row.complete(policy, turn))
+
+    asyncio.run(main())
+
+
+def clock(play: Callable[[], object]) -> tuple[float, float]:
+    """Return wall and CPU seconds."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    play()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def compare_schedules(
+    rows: int, turns: int, generate_s: float, tool_s: float, repeats: int
+) -> None:
+    """Time the engine and both lock-step loops in turns; print medians and ratios."""
+    sides: dict[str, list[float]] = {"engine": [], "serial": [], "parallel": []}
+    for _ in range(repeats):
+        with make_engine(rows, turns, make_policy(generate_s), tool_s) as engine:
+            sides["engine"].append(clock(lambda: engine.run(range(rows)))[0])
+        for name, threads in (("serial", 1), ("parallel", rows)):
+            policy = make_policy(generate_s)
+            play = partial(lock_step, rows, turns, policy, tool_s, threads=threads)
+            sides[name].append(clock(play)[0])
+    print(
+        f"{rows} trajectories x {turns} turns, completions {generate_s} s, tools {tool_s} s (mean)"
+    )
+    for name, times in sides.items():
+        ratio = statistics.median(t / e for t, e in zip(times, sides["engine"], strict=True))
+        print(f"  {name:9} {statistics.median(times):7.2f} s   {ratio:5.2f} x the engine")
+
+
+def measure_overhead(rows: int, turns: int, repeats: int) -> None:
+    """Print what a turn costs with nothing to wait for."""
+    count = rows * turns
+    engine_ms, bare_ms = [], []
+    with make_engine(min(rows, 64), turns, make_policy(0.0), 0.0) as engine:
+        engine.run(range(64))
+        for repeat in range(repeats):
+            first = (repeat + 1) * rows
+            wall, cpu = clock(lambda: engine.run(range(first, first + rows)))  # noqa: B023
+            engine_ms.append((wall / count * 1e3, cpu / count * 1e3))
+            wall, cpu = clock(lambda: bare_loop(rows, turns))
+            bare_ms.append((wall / count * 1e3, cpu / count * 1e3))
+    print(f"overhead, {rows} trajectories x {turns} instant turns, milliseconds a turn")
+    for label, column in (("wall", 0), ("CPU", 1)):
+        whole = statistics.median(sample[column] for sample in engine_ms)
+        bare = statistics.median(sample[column] for sample in bare_ms)
+        print(
+            f"  {label:4} engine {whole:.3f}   bare loop {bare:.3f}   overhead {whole - bare:.3f}"
+        )
+
+
+def main() -> None:
+    """Run both parts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=64, help="trajectories")
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--generate-s", type=float, default=0.03, help="mean latency a completion")
+    parser.add_argument("--tool-s", type=float, default=0.01, help="mean latency of a tool")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--overhead-rows", type=int, default=512)
+    options = parser.parse_args()
+    gymnasium.register(ENV_ID, SlowTool)  # type: ignore[arg-type]
+    compare_schedules(
+        options.rows, options.turns, options.generate_s, options.tool_s, options.repeats
+    )
+    measure_overhead(options.overhead_rows, options.turns, options.repeats)
+
+
+if __name__ == "__main__":
+    main()

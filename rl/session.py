@@ -1,0 +1,351 @@
+"""From a configuration to a running training: builds the parts, runs the stages in order.
+
+model -> cold start -> evaluation -> reinforcement learning -> evaluation -> saved model
+"""
+
+import contextlib
+import copy
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from turngym.agents.base import Sampling
+from turngym.agents.evaluation import evaluate
+from turngym.agents.hf_policy import HFPolicy
+from turngym.agents.model import adapters_disabled, attach_lora, load_model, vocab_size
+from turngym.agents.renderer import Renderer
+from turngym.agents.rollout import DemoAgent, EnvSource, RolloutEngine, TokenAgent
+from turngym.agents.seeds import derive
+from turngym.agents.summary import Report
+from turngym.agents.tiny import build_tiny_agent
+from turngym.config import dump
+from turngym.errors import CheckpointError, ConfigError
+from turngym.rl.algorithm import BoundAlgorithm, RunFacts
+from turngym.rl.checkpoint import Checkpoint, latest, load_weights, saving
+from turngym.rl.collector import Collector
+from turngym.rl.config import TrainConfig
+from turngym.rl.learner import Learner
+from turngym.rl.parallel import Ranks
+from turngym.rl.sft import cold_start
+from turngym.rl.stream import TaskStream
+from turngym.rl.trainer import Trainer
+from turngym.rl.weights import Canary
+from turngym.tracking import Many, Tracker, make_tracker, write_json
+
+__all__ = ["Observer", "Quiet", "TrainSession", "train"]
+
+logger = logging.getLogger(__name__)
+
+
+class Observer(Protocol):
+    """Follows a run; every method must return soon."""
+
+    def stage(self, name: str, total: int) -> AbstractContextManager[Callable[..., None]]:
+        """Begin a stage of `total` items; yields `advance(done, note="")`."""
+        ...
+
+    def evaluated(self, name: str, report: Report) -> None:
+        """Take the numbers of an evaluation."""
+        ...
+
+
+class Quiet:
+    """An observer that shows nothing."""
+
+    @contextlib.contextmanager
+    def stage(self, name: str, total: int) -> Iterator[Callable[..., None]]:
+        """Follow nothing."""
+        yield lambda done, note="": None
+
+    def evaluated(self, name: str, report: Report) -> None:
+        """Show nothing; `evaluations/` in the run folder holds the numbers."""
+
+
+def train(
+    config: TrainConfig,
+    env_kwargs: Mapping[str, Any] | None = None,
+    observer: Observer | None = None,
+) -> Path:
+    """Run a whole training: cold start, evaluation, reinforcement learning, evaluation.
+
+    Args:
+        config: the run.
+        env_kwargs: arguments of the environment.
+        observer: follows progress; None = nothing is shown.
+
+    Returns:
+        Folder of the trained model.
+
+    Raises:
+        ConfigError: settings contradict each other, or the run folder holds another run.
+        CheckpointError: the run folder cannot be written, or there is nothing to resume.
+        CircuitBreakerError: too many episodes failed for the world's fault.
+    """
+    with TrainSession(config, env_kwargs or {}, observer or Quiet()) as session:
+        session.run()
+    return config.run / "model"
+
+
+class TrainSession:
+    """One training run, with everything it needs; use as a context manager.
+
+    Args:
+        config: the run.
+        env_kwargs: arguments of the environment.
+        observer: follows progress.
+
+    Raises:
+        ConfigError: settings contradict each other, or the run folder holds another run.
+        CheckpointError: `config.resume` and there is nothing to resume.
+    """
+
+    def __init__(
+        self, config: TrainConfig, env_kwargs: Mapping[str, Any], observer: Observer
+    ) -> None:
+        self.config = config
+        self.trainer: Trainer | None = None
+        self._env_kwargs = dict(env_kwargs)
+        self._observer = observer
+        self._stack = contextlib.ExitStack()
+        self._ranks = Ranks.from_environment(device=config.model.device)
+        self._checkpoint = self._prepare_folder()
+        if config.deterministic or config.threads is not None:
+            torch.set_num_threads(1 if config.deterministic else config.threads or 1)
+
+    def __enter__(self) -> "TrainSession":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def _prepare_folder(self) -> Checkpoint | None:
+        run = self.config.run
+        if self.config.resume:
+            checkpoint = latest(run)
+            if checkpoint is None:
+                raise CheckpointError(f"{run} holds no complete checkpoint; start without --resume")
+            return checkpoint
+        if (run / "config.json").exists():
+            raise ConfigError(
+                f"{run} already holds a run; go on with --resume, or choose another with --run"
+            )
+        return None
+
+    def _facts(self) -> dict[str, Any]:
+        return dump(self.config) | {"env": dump_kwargs(self._env_kwargs)}
+
+    def run(self) -> None:
+        """Run all stages."""
+        config = self.config
+        source = EnvSource(config.env_id, self._env_kwargs, "train")
+        bound = self._bind(source)
+        model, tokenizer = self._load()
+        self._ranks.wait()
+        if self._ranks.is_main:  # from here on the folder is this run's
+            write_json(config.run / "config.json", self._facts())
+        renderer = Renderer(tokenizer, dialect=config.dialect, on_rewrite=config.on_rewrite)
+        if self._checkpoint is None and config.sft.steps:
+            if self._ranks.is_main:
+                self._start_cold(model, tokenizer, renderer)
+            self._ranks.wait()
+            model, tokenizer = self._load(started=True)
+        model, reference = self._ready(model, bound)
+        policy = self._stack.enter_context(
+            HFPolicy(
+                model,
+                max_rows=config.rollout.concurrency,
+                max_context=config.rollout.max_context,
+                deterministic=config.deterministic,
+                threads=config.threads,
+            )
+        )
+        trainer = self._assemble(model, tokenizer, renderer, source, bound, policy, reference)
+        main = self._ranks.is_main
+        if config.eval.before and self._checkpoint is None and main:
+            self._evaluate(renderer, policy, "before")
+        with self._observer.stage("train", config.steps) as advance:
+            trainer.run(lambda done, m: advance(done, f"reward {m['reward/mean']:.3f}"))
+        if trainer.stop_requested or not main:
+            return
+        if config.eval.after:
+            self._evaluate(renderer, policy, "after")
+        with saving(config.run / "model"):
+            model.save_pretrained(config.run / "model")
+            tokenizer.save_pretrained(config.run / "model")
+
+    def _load(self, *, started: bool = False) -> tuple[Any, Any]:
+        """Load the model that RL starts from, or (before the cold start) the one named."""
+        config, base = self.config.model, self.config.run / "base"
+        path: str | Path = config.path
+        if (started or self._checkpoint is not None) and base.exists():
+            path = base
+        elif path == "tiny":
+            path = self.config.run / "tiny"
+            if self._ranks.is_main and self._checkpoint is None:
+                shutil.rmtree(path, ignore_errors=True)  # left by a start that was refused
+                with saving(path):
+                    build_tiny_agent(path, seed=self.config.seed)
+            self._ranks.wait()
+        device = self._ranks.device or config.device
+        return load_model(path, dtype=config.dtype, device=device)
+
+    def _start_cold(self, model: Any, tokenizer: Any, renderer: Renderer) -> None:
+        """Imitate the environment's expert; the result becomes the run's base model."""
+        config, sft = self.config, self.config.sft
+        if config.model.lora_rank:
+            model = self._attach(model)
+        source = EnvSource(config.env_id, self._env_kwargs, "train")
+        rollout = replace(config.rollout, group_size=1, deterministic=config.deterministic)
+        agent = DemoAgent.factory(renderer, sft.habits)
+        stage = self._observer.stage
+        with (
+            stage("demonstrations", sft.demos) as advance,
+            RolloutEngine(
+                source,
+                agent,
+                rollout,
+                seed=derive(config.seed, "demos"),
+                progress=lambda done, _: advance(done),
+            ) as engine,
+        ):
+            demos = engine.run(range(sft.demos))
+        with stage("cold start", sft.steps) as advance:
+            cold_start(
+                model,
+                demos,
+                sft,
+                seed=config.seed,
+                report=lambda done, loss: advance(done, f"loss {loss:.3f}"),
+            )
+        if config.model.lora_rank:
+            model = model.merge_and_unload()
+        with saving(config.run / "base"):
+            model.save_pretrained(config.run / "base")
+            tokenizer.save_pretrained(config.run / "base")
+
+    def _attach(self, model: Any) -> Any:
+        config = self.config.model
+        targets: Any = config.lora_targets or "all-linear"
+        return attach_lora(model, config.lora_rank, alpha=config.lora_alpha, targets=targets)
+
+    def _ready(
+        self, model: Any, bound: BoundAlgorithm
+    ) -> tuple[Any, Callable[[], AbstractContextManager[Any]] | None]:
+        """Attach adapters, keep a reference where one is needed, take the checkpoint's weights."""
+        reference: Callable[[], AbstractContextManager[Any]] | None = None
+        if self.config.model.lora_rank:
+            model = self._attach(model)
+            reference = lambda: _without_adapters(model)  # noqa: E731
+        elif bound.needs_ref:
+            frozen = copy.deepcopy(model).requires_grad_(False)
+            reference = lambda: contextlib.nullcontext(frozen)  # noqa: E731
+        if self._checkpoint is not None:
+            load_weights(model, self._checkpoint.folder)
+        return model, reference
+
+    def _bind(self, source: EnvSource) -> BoundAlgorithm:
+        config = self.config
+        max_turns = self._env_kwargs.get("max_turns") or source.max_turns
+        facts = RunFacts(
+            rubric=source.reward_specs,
+            group_size=config.rollout.group_size,
+            max_tokens=config.rollout.max_tokens * max_turns if max_turns else None,
+            updates=config.optim.minibatches * config.optim.epochs,
+            has_reference=True,
+        )
+        return config.algorithm.bind(facts)
+
+    def _assemble(
+        self,
+        model: Any,
+        tokenizer: Any,
+        renderer: Renderer,
+        source: EnvSource,
+        bound: BoundAlgorithm,
+        policy: HFPolicy,
+        reference: Callable[[], AbstractContextManager[Any]] | None,
+    ) -> Trainer:
+        config = self.config
+        renderer.check_vocab(vocab_size(model))
+        sampling = Sampling(temperature=config.temperature, max_tokens=config.rollout.max_tokens)
+        learner = Learner(
+            model,
+            bound,
+            config.optim,
+            total_steps=config.steps * config.optim.minibatches * config.optim.epochs,
+            temperature=config.temperature,
+            seed=config.seed,
+            reference=reference,
+            ranks=self._ranks,
+        )
+        stream = TaskStream(len(source.task_set), derive(config.seed, "tasks"))
+        engine = RolloutEngine(
+            source,
+            TokenAgent.factory(policy, renderer, sampling),
+            replace(config.rollout, deterministic=config.deterministic),
+            seed=config.seed,
+            refill=lambda: collector.refill(),
+        )
+        self._stack.enter_context(engine)
+        collector = Collector(engine, stream, bound, prompts=config.prompts, ranks=self._ranks)
+        step = self._checkpoint.step + 1 if self._checkpoint else None
+        tracker: Tracker = Many([])
+        if self._ranks.is_main:
+            tracker = make_tracker(config.run, config.trackers, resume_step=step)
+        self._stack.callback(tracker.close)
+        tracker.config(self._facts())
+        prompt = renderer.start([{"role": "user", "content": "Hello"}], []).ids
+        tolerance = 1e-4 if config.model.dtype == "float32" else 0.2
+        self.trainer = Trainer(
+            config,
+            learner=learner,
+            policy=policy,
+            collector=collector,
+            tokenizer=tokenizer,
+            canary=Canary(prompt.tolist(), sampling, tolerance=tolerance),
+            tracker=tracker,
+            evaluate=lambda name, _: self._evaluate(renderer, policy, name),
+            is_main=self._ranks.is_main,
+        )
+        if self._checkpoint is not None:
+            self.trainer.restore(self._checkpoint)
+        return self.trainer
+
+    def _evaluate(self, renderer: Renderer, policy: HFPolicy, name: str) -> None:
+        config = self.config
+        if not self._ranks.is_main:
+            return
+        source = EnvSource(config.env_id, self._env_kwargs, "eval")
+        tasks = min(config.eval.tasks, len(source.task_set))
+        sampling = Sampling(temperature=config.temperature, max_tokens=config.rollout.max_tokens)
+        stage = self._observer.stage(f"evaluation {name}", tasks * config.eval.samples)
+        with (
+            stage as advance,
+            RolloutEngine(
+                source,
+                TokenAgent.factory(policy, renderer, sampling),
+                replace(config.rollout, group_size=1, deterministic=config.deterministic),
+                seed=derive(config.seed, "eval"),
+                progress=lambda done, _: advance(done),
+            ) as engine,
+        ):
+            report = evaluate(engine, num_tasks=tasks, samples_per_task=config.eval.samples)
+        write_json(config.run / "evaluations" / f"{name}.json", report.to_json())
+        self._observer.evaluated(name, report)
+
+
+@contextlib.contextmanager
+def _without_adapters(model: Any) -> Iterator[Any]:
+    with adapters_disabled(model):
+        yield model
+
+
+def dump_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an environment's arguments as JSON-able data."""
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in kwargs.items()}

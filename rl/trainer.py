@@ -1,0 +1,178 @@
+"""The training loop, blind to the algorithm.
+
+collect -> update -> sync -> canary -> log -> (save, evaluate)
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from turngym.agents.hf_policy import HFPolicy
+from turngym.agents.store import TrajectoryStore
+from turngym.rl.checkpoint import Checkpoint, save
+from turngym.rl.collector import Collected, Collector
+from turngym.rl.config import TrainConfig
+from turngym.rl.learner import Learner
+from turngym.rl.weights import Canary
+from turngym.tracking import Tracker
+from turngym.types import Group, Trajectory
+
+__all__ = ["StepReport", "Trainer"]
+
+StepReport = Callable[[int, Mapping[str, float]], None]
+Evaluate = Callable[[str, int], None]
+
+
+class Trainer:
+    """Runs rollout batches until the run is done or is asked to stop.
+
+    Args:
+        config: the run.
+        learner: holds and improves the weights.
+        policy: samples from them.
+        collector: rolls out what trains.
+        tokenizer: saved beside the weights.
+        canary: checks every sync.
+        tracker: takes the metrics.
+        evaluate: called with (name, rollout batches done).
+        is_main: this process writes the run folder.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        learner: Learner,
+        policy: HFPolicy,
+        collector: Collector,
+        tokenizer: Any,
+        canary: Canary,
+        tracker: Tracker,
+        evaluate: Evaluate,
+        is_main: bool = True,
+    ) -> None:
+        self.config = config
+        self.learner = learner
+        self.policy = policy
+        self.collector = collector
+        self.step = 0
+        """Rollout batches trained on."""
+
+        self.stop_requested = False
+        """Set it (from a signal handler, say) to end after the running step, with a checkpoint."""
+
+        self._tokenizer = tokenizer
+        self._canary = canary
+        self._tracker = tracker
+        self._evaluate = evaluate
+        self._is_main = is_main
+        self._saved = -1
+        self._store = TrajectoryStore(config.run / "trajectories")
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint whose weights are already in the model."""
+        self.learner.load_state_dict(checkpoint.learner)
+        self.collector.load_state_dict(checkpoint.state["collector"])
+        self.step = self._saved = checkpoint.step
+        self.policy.set_version(self.learner.version)
+
+    def run(self, report: StepReport | None = None) -> None:
+        """Train until `config.steps` rollout batches are done or `stop_requested` is set.
+
+        Args:
+            report: called after every rollout batch with (batches done, metrics).
+
+        Raises:
+            WeightSyncError: the engine does not sample from the trainer's weights.
+            CircuitBreakerError: too many episodes failed for the world's fault.
+            CheckpointError: the run folder cannot be written.
+        """
+        every = self.config.eval.every
+        while self.step < self.config.steps and not self.stop_requested:
+            metrics = self._train_one()
+            self.step += 1
+            self._tracker.log(metrics, self.step)
+            if report is not None:
+                report(self.step, metrics)
+            if self.config.save_every and self.step % self.config.save_every == 0:
+                self.save()
+            if every and self.step % every == 0 and self.step < self.config.steps:
+                self._evaluate(f"step-{self.step:06d}", self.step)
+        if self._saved != self.step:
+            self.save()
+
+    def _train_one(self) -> dict[str, float]:
+        started = time.perf_counter()
+        collected = self.collector.collect()
+        sampled_at = time.perf_counter()
+        self._keep(collected)
+        metrics = self.learner.update(collected.groups)
+        updated_at = time.perf_counter()
+        self.policy.set_version(self.learner.version)
+        gap = self._canary.check(self.policy, self.learner.model, version=self.learner.version)
+        synced_at = time.perf_counter()
+        return (
+            reward_metrics(collected.sampled)
+            | dict(collected.metrics)
+            | metrics
+            | {
+                "train/version": self.learner.version,
+                "train/canary": gap,
+                "time/rollout_s": sampled_at - started,
+                "time/update_s": updated_at - sampled_at,
+                "time/sync_s": synced_at - updated_at,
+            }
+        )
+
+    def _keep(self, collected: Collected) -> None:
+        every = self.config.store_trajectories
+        if self._is_main and every and self.step % every == 0:
+            for group in collected.sampled:
+                self._store.append(group.trajectories, {"step": self.step, "group": group.id})
+
+    def save(self) -> None:
+        """Write a checkpoint of the state after `step` rollout batches."""
+        self._saved = self.step
+        if not self._is_main:
+            return
+        save(
+            self.config.run,
+            step=self.step,
+            model=self.learner.model,
+            tokenizer=self._tokenizer,
+            learner=self.learner.state_dict(),
+            state={"collector": self.collector.state_dict()},
+            keep=self.config.keep_checkpoints,
+        )
+
+
+def reward_metrics(groups: list[Group]) -> dict[str, float]:
+    """Return means over the trajectories of a rollout batch, by metric key.
+
+    Components that abstained are left out of their mean; turn components are summed over turns.
+    """
+    trajectories = [one for group in groups for one in group.trajectories]
+    rubric = {name: spec for group in groups for name, spec in group.rubric.items()}
+    metrics: dict[str, float] = {}
+    totals = [0.0] * len(trajectories)
+    for name, spec in rubric.items():
+        values = [_component(one, name) for one in trajectories]
+        known = [value for value in values if value is not None]
+        if known:
+            metrics[f"reward/{name}/mean"] = sum(known) / len(known)
+        totals = [t + spec.weight * (v or 0.0) for t, v in zip(totals, values, strict=True)]
+    count = len(trajectories)
+    return metrics | {
+        "reward/mean": sum(totals) / count,
+        "rollout/turns": sum(len(one.turns) for one in trajectories) / count,
+        "rollout/sampled_tokens": sum(one.num_sampled for one in trajectories) / count,
+        "rollout/truncated_frac": sum(one.truncated for one in trajectories) / count,
+        "rollout/tool_errors": sum(t.tool_errors for one in trajectories for t in one.turns)
+        / count,
+    }
+
+
+def _component(trajectory: Trajectory, name: str) -> float | None:
+    values = [trajectory.rewards.get(name), *(turn.rewards.get(name) for turn in trajectory.turns)]
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None

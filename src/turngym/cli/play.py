@@ -1,0 +1,109 @@
+"""`turngym play ID`: take the agent's seat and type its messages."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+
+from turngym.agents.parsing import parse_action
+from turngym.cli.console import out
+from turngym.cli.env_options import (
+    chosen_kwargs,
+    find_env,
+    flag_value,
+    options_of,
+    take_env_id,
+    with_env_options,
+)
+from turngym.config import load
+from turngym.types import Observation
+
+__all__ = ["run"]
+
+HELP = """Type what the agent says; a line alone ends the turn when it is not inside a tool call.
+A call looks like this: <tool_call>{"name": "calc", "arguments": {"expr": "1+2"}}</tool_call>
+Ctrl-D or an empty line leaves.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayConfig:
+    """Play one episode yourself."""
+
+    env_id: str = "turngym/Calculator-v0"
+    """Environment; also the first positional argument."""
+
+    split: str = "train"
+    task: str | None = None
+    """Id of the task; none = one drawn by the seed."""
+
+    seed: int = 0
+    dialect: str = "hermes"
+    """How tool calls are written."""
+
+
+def run(argv: Sequence[str]) -> None:
+    """Run the command."""
+    argv = take_env_id(argv)
+    spec = find_env(flag_value(argv, "--env-id") or PlayConfig().env_id)
+    default: Any = with_env_options(PlayConfig(), options_of(spec))
+    default = dataclasses.replace(default, env_id=spec.id)
+    config = load(default, argv, prog="turngym play")
+    env = gymnasium.make(spec, split=config.split, **chosen_kwargs(config.env, spec))
+    try:
+        options = {"task": config.task} if config.task else None
+        observation, info = env.reset(seed=config.seed, options=options)
+        out.print(HELP, markup=False, style="dim")
+        _play(env, observation, info, config.dialect)
+    finally:
+        env.close()
+
+
+def _play(
+    env: "gymnasium.Env[Any, Any]",
+    observation: Observation,
+    info: Mapping[str, Any],
+    dialect: str,
+) -> None:
+    names = [schema["function"]["name"] for schema in info["tools"]]
+    out.print(f"task {info['task_id']}; tools: {', '.join(names) or 'none'}", markup=False)
+    _show(observation)
+    over = False
+    while not over:
+        text = _read()
+        if not text:
+            out.print("left before the end; nothing was scored")
+            return
+        action = parse_action(text, dialect)
+        observation, reward, terminated, truncated, info = env.step(action)
+        _show(observation)
+        over = terminated or truncated
+        scores = {name: value for name, value in info["rewards"].items() if value is not None}
+        if scores or over:
+            out.print(f"reward {reward:g} {json.dumps(scores)}", markup=False)
+    out.print(f"over: {info['stop_reason']}")
+
+
+def _show(observation: Observation) -> None:
+    for message in observation:
+        out.print(f"[{message['role']}] {message['content']}", markup=False)
+
+
+def _read() -> str:
+    """Read one action: a line, or lines up to the end of an open tool call."""
+    lines: list[str] = []
+    while True:
+        if sys.stdin.isatty():
+            out.print("... " if lines else "you> ", end="")
+        line = sys.stdin.readline()
+        if not line:
+            break
+        lines.append(line.rstrip("\n"))
+        text = "\n".join(lines)
+        if text.count("<tool_call>") <= text.count("</tool_call>"):
+            break
+    return "\n".join(lines).strip()

@@ -1,0 +1,110 @@
+"""Policies by name: `oracle`, `random`, a model's folder or hub id, `openai:URL`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from turngym.agents.config import RolloutConfig
+from turngym.cli.console import quiet_transformers
+from turngym.errors import ConfigError
+
+if TYPE_CHECKING:
+    from turngym.agents.agent import AgentFactory
+
+__all__ = ["PolicyOptions", "open_policy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOptions:
+    """How a policy that is a model samples and speaks."""
+
+    temperature: float = 1.0
+    """0 = greedy."""
+
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 = off."""
+
+    dialect: str | None = None
+    """How the model writes tool calls; None = told from its chat template."""
+
+    on_rewrite: Literal["error", "append", "segments"] = "segments"
+    """What to do with a chat template that rewrites history (drops earlier reasoning)."""
+
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    """Threads of a matrix product; tiny models run fastest with 1. None = torch's choice."""
+
+    server_model: str = "default"
+    """Name of the model on an OpenAI-style server."""
+
+
+@contextmanager
+def open_policy(
+    name: str, options: PolicyOptions, rollout: RolloutConfig
+) -> "Iterator[AgentFactory]":
+    """Yield the agent factory of a policy, and close the policy afterwards.
+
+    Args:
+        name: `oracle` (the environment's expert), `random`, `openai:URL` (an OpenAI-style server,
+            URL up to `/v1`), or the folder or hub id of a model.
+        options: for models and servers.
+        rollout: limits.
+
+    Raises:
+        ConfigError: nothing loadable has this name.
+    """
+    if name in ("oracle", "random"):
+        from turngym.agents.agent import MessageAgent
+        from turngym.agents.scripted import OraclePolicy, RandomPolicy
+
+        yield MessageAgent.factory(OraclePolicy() if name == "oracle" else RandomPolicy())
+    elif name.startswith("openai:"):
+        from turngym.agents.agent import MessageAgent
+        from turngym.agents.openai_policy import OpenAIPolicy
+
+        server = OpenAIPolicy(
+            options.server_model,
+            base_url=name.removeprefix("openai:"),
+            temperature=options.temperature,
+            max_tokens=rollout.max_tokens,
+            concurrency=rollout.concurrency,
+        )
+        yield MessageAgent.factory(server)
+    elif not name:
+        raise ConfigError("name a policy: --policy oracle | random | MODEL | openai:URL")
+    else:
+        with _open_model(name, options, rollout) as factory:
+            yield factory
+
+
+@contextmanager
+def _open_model(
+    path: str, options: PolicyOptions, rollout: RolloutConfig
+) -> "Iterator[AgentFactory]":
+    from turngym.agents.agent import TokenAgent
+    from turngym.agents.base import Sampling
+    from turngym.agents.hf_policy import HFPolicy
+    from turngym.agents.model import load_model, vocab_size
+    from turngym.agents.renderer import Renderer
+
+    quiet_transformers()
+    sampling = Sampling(
+        temperature=options.temperature,
+        max_tokens=rollout.max_tokens,
+        top_p=options.top_p,
+        top_k=options.top_k,
+    )
+    model, tokenizer = load_model(path, dtype=options.dtype, device=options.device)
+    renderer = Renderer(tokenizer, dialect=options.dialect, on_rewrite=options.on_rewrite)
+    renderer.check_vocab(vocab_size(model))
+    with HFPolicy(
+        model,
+        max_rows=rollout.concurrency,
+        max_context=rollout.max_context,
+        deterministic=rollout.deterministic,
+        threads=options.threads,
+    ) as policy:
+        yield TokenAgent.factory(policy, renderer, sampling)

@@ -1,0 +1,147 @@
+"""`turngym train @recipe.toml`: improve an agent."""
+
+import dataclasses
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from turngym.cli.console import (
+    Advance,
+    out,
+    progress,
+    quiet_transformers,
+    setup_logging,
+    show_table,
+)
+from turngym.cli.env_options import (
+    chosen_kwargs,
+    find_env,
+    flag_value,
+    options_of,
+    take_env_id,
+    with_env_options,
+)
+from turngym.config import load, read_toml
+from turngym.errors import ConfigError
+from turngym.rl.config import TrainConfig
+from turngym.rl.presets import preset
+
+if TYPE_CHECKING:
+    from turngym.agents.summary import Report
+    from turngym.rl.session import TrainSession
+
+__all__ = ["run"]
+
+
+def run(argv: Sequence[str]) -> None:
+    """Run the command."""
+    setup_logging()
+    config, kwargs = parse(argv)
+    from turngym.rl.session import TrainSession  # torch, only once the arguments are right
+
+    quiet_transformers()
+    observer = _Console()
+    started = time.monotonic()
+    with TrainSession(config, kwargs, observer) as session:
+        with _interruptible(session):
+            session.run()
+        stopped = session.trainer is not None and session.trainer.stop_requested
+    observer.summarise(time.monotonic() - started)
+    out.print(f"run folder: {config.run}", markup=False)
+    if stopped:
+        out.print(f"stopped early; go on with: turngym train ... --run {config.run} --resume")
+
+
+def parse(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
+    """Return the configuration of a run and its environment's arguments.
+
+    Raises:
+        ConfigError: a recipe is wrong, or names an unknown environment or algorithm.
+    """
+    argv, algorithm = _take_algorithm(take_env_id(argv))
+    recipes = [read_toml(item[1:]) for item in argv if item.startswith("@")]
+    env_id = flag_value(argv, "--env-id")
+    for recipe in recipes if env_id is None else ():
+        env_id = recipe.get("env_id", env_id)
+    spec = find_env(env_id or TrainConfig().env_id)
+    default: Any = with_env_options(TrainConfig(), options_of(spec))
+    default = dataclasses.replace(default, env_id=spec.id)
+
+    def prepare(config: Any, values: dict[str, Any]) -> Any:
+        """Let the algorithm's name choose the preset that the other settings then change."""
+        wanted = values.get("algorithm", {})
+        if isinstance(wanted, str):
+            wanted = {"preset": wanted}
+        if not isinstance(wanted, dict):
+            raise ConfigError(f"algorithm must be a preset's name or a table, got {wanted!r}")
+        name = algorithm or wanted.pop("preset", None)
+        values["algorithm"] = {} if algorithm else wanted
+        values.pop("env_id", None)
+        return dataclasses.replace(config, algorithm=preset(name)) if name else config
+
+    config = load(default, argv, prog="turngym train", prepare=prepare)
+    return config, dict(chosen_kwargs(config.env, spec))
+
+
+def _take_algorithm(argv: Sequence[str]) -> tuple[list[str], str | None]:
+    """Split off `--algorithm NAME`, which must be known before the other flags are."""
+    name = flag_value(argv, "--algorithm")
+    if name is None:
+        return list(argv), None
+    at = next(i for i, item in enumerate(argv) if item.split("=")[0] == "--algorithm")
+    return [*argv[:at], *argv[at + (1 if "=" in argv[at] else 2) :]], name
+
+
+class _Console:
+    """Shows a run: a bar a stage, and the evaluations side by side at the end."""
+
+    def __init__(self) -> None:
+        self._reports: dict[str, Report] = {}
+
+    @contextmanager
+    def stage(self, name: str, total: int) -> Iterator[Advance]:
+        started = time.monotonic()
+        with progress(name, total) as advance:
+            yield advance
+        out.print(f"{name}: {total} done in {time.monotonic() - started:.1f} s", markup=False)
+
+    def evaluated(self, name: str, report: "Report") -> None:
+        self._reports[name] = report
+        found = report.pass_at.get(1)
+        if found is not None:
+            interval = f" [{found.low:.3f}, {found.high:.3f}]" if found.low is not None else ""
+            out.print(f"{name}: success {found.value:.3f}{interval}", markup=False)
+
+    def summarise(self, seconds: float) -> None:
+        if self._reports:
+            rows: dict[str, list[str]] = {}
+            for position, report in enumerate(self._reports.values()):
+                for name, value, interval in report.rows():
+                    row = rows.setdefault(name, [""] * len(self._reports))
+                    row[position] = f"{value} {interval}".rstrip()
+            columns = ("held-back tasks", *self._reports)
+            show_table(columns, [(name, *values) for name, values in rows.items()])
+        out.print(f"finished in {seconds:.0f} s", markup=False)
+
+
+@contextmanager
+def _interruptible(session: "TrainSession") -> Iterator[None]:
+    """Ctrl-C once: finish the step and save; twice: stop at once, the last checkpoint is whole."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        trainer = session.trainer
+        if trainer is None or trainer.stop_requested:
+            raise KeyboardInterrupt
+        trainer.stop_requested = True
+        sys.stderr.write("\nfinishing the step and saving; Ctrl-C again stops at once\n")
+
+    previous: Callable[[int, FrameType | None], Any] | int | None
+    previous = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)

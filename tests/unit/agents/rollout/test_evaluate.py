@@ -1,0 +1,101 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turngym.agents.config import RolloutConfig
+from turngym.agents.evaluation import evaluate
+from turngym.agents.rollout import EnvSource, MessageAgent, RolloutEngine
+from turngym.agents.scripted import OraclePolicy
+from turngym.agents.store import TrajectoryStore
+from turngym.errors import CircuitBreakerError, ConfigError
+
+Relay = Callable[..., EnvSource]
+
+GUESSING = {"guess": 0.5}
+
+
+def engine(source: EnvSource, *, seed: int = 5, **config: Any) -> RolloutEngine:
+    agent = MessageAgent.factory(OraclePolicy(GUESSING))
+    return RolloutEngine(source, agent, RolloutConfig(**config), seed=seed)
+
+
+def test_the_first_tasks_are_played_and_the_numbers_are_kept(relay: Relay, tmp_path: Path) -> None:
+    with engine(relay(num_tasks=10)) as rollouts:
+        report = evaluate(rollouts, num_tasks=6, samples_per_task=4, out=tmp_path)
+    assert (report.tasks, report.episodes, report.errors) == (6, 24, 0)
+    assert 0 < report.pass_at[1].value < 1
+    assert report.pass_at[4].value >= report.pass_at[1].value >= report.pass_hat[4].value
+    kept = json.loads((tmp_path / "report.json").read_text())
+    assert kept["pass_at"]["1"]["value"] == report.pass_at[1].value
+    assert len(list(TrajectoryStore(tmp_path / "trajectories"))) == 24
+
+
+def test_an_evaluation_resumed_in_parts_gives_the_numbers_of_one_run(
+    relay: Relay, tmp_path: Path
+) -> None:
+    with engine(relay()) as rollouts:
+        one_run = evaluate(rollouts, num_tasks=8, samples_per_task=3, out=tmp_path / "one")
+    played: list[int] = []
+    for num_tasks, samples in ((3, 2), (8, 1), (8, 3)):
+        with engine(relay(), concurrency=2) as rollouts:
+            rollouts.progress = lambda done, total: played.append(total)
+            report = evaluate(
+                rollouts,
+                num_tasks=num_tasks,
+                samples_per_task=samples,
+                out=tmp_path / "parts",
+                resume=True,
+            )
+    assert report == one_run
+    assert len(played) == 24
+
+
+def test_errors_are_apart_and_played_again_on_resume(relay: Relay, tmp_path: Path) -> None:
+    is_broken = True
+
+    def hook(env: Any, content: str) -> None:
+        if is_broken and env.task.id == "task-1":
+            raise OSError("the disk is gone")
+
+    with engine(relay(hook=hook), retries=0) as rollouts:
+        first = evaluate(rollouts, num_tasks=3, samples_per_task=3, out=tmp_path)
+    assert (first.errors, first.episodes, first.tasks) == (3, 9, 2)
+    is_broken = False
+    with engine(relay(hook=hook)) as rollouts:
+        second = evaluate(rollouts, num_tasks=3, samples_per_task=3, out=tmp_path, resume=True)
+    assert (second.errors, second.episodes, second.tasks) == (0, 9, 3)
+    with engine(relay()) as rollouts:
+        assert evaluate(rollouts, num_tasks=3, samples_per_task=3).pass_at == second.pass_at
+
+
+def test_a_run_that_the_breaker_stopped_keeps_its_episodes(relay: Relay, tmp_path: Path) -> None:
+    bad = tuple(f"task-{number}" for number in range(4, 100))
+    source = relay(faults={0: "env"}, fault_tasks=bad)
+    with engine(source, concurrency=1) as rollouts, pytest.raises(CircuitBreakerError):
+        evaluate(rollouts, num_tasks=50, out=tmp_path)
+    done = [row["status"] for row in TrajectoryStore(tmp_path / "trajectories").rows()]
+    assert done.count("completed") == 4
+
+
+def test_a_folder_is_not_mixed_up_with_another_evaluation(relay: Relay, tmp_path: Path) -> None:
+    with engine(relay()) as rollouts:
+        evaluate(rollouts, num_tasks=1, out=tmp_path)
+        with pytest.raises(ConfigError, match="already holds"):
+            evaluate(rollouts, num_tasks=1, out=tmp_path)
+    with engine(relay(), seed=6) as rollouts, pytest.raises(ConfigError, match="its seed is 5"):
+        evaluate(rollouts, num_tasks=1, out=tmp_path, resume=True)
+
+
+def test_impossible_numbers_are_refused(relay: Relay) -> None:
+    with engine(relay(num_tasks=3)) as rollouts:
+        with pytest.raises(ConfigError, match=r"1\.\.3"):
+            evaluate(rollouts, num_tasks=4)
+        with pytest.raises(ConfigError, match=r"1\.\.3"):
+            evaluate(rollouts, num_tasks=0)
+        with pytest.raises(ConfigError, match="samples_per_task"):
+            evaluate(rollouts, samples_per_task=0)
+        with pytest.raises(ConfigError, match="success='solved'"):
+            evaluate(rollouts, success="solved")

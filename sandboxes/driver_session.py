@@ -16,13 +16,16 @@ from turngym.errors import (
 )
 from turngym.sandboxes.base import Artifact, ErrorInfo, ExecResult, Limits
 from turngym.sandboxes.inside.frames import FrameError, FrameReader, encode
-from turngym.sandboxes.transport import Transport
+from turngym.sandboxes.transport import SocketTransport, Transport
 
 __all__ = ["DriverSession", "Link"]
+
+Answer = asyncio.Future[tuple[dict[str, Any], bytes]]
 
 Slot = Callable[[], contextlib.AbstractAsyncContextManager[float]]
 """Context of one executing cell; yields the seconds spent waiting for it."""
 
+_SHORT = 16 << 10
 _ANSWER_SLACK_S = 30.0
 """How much later than its own limit init may answer before it counts as lost."""
 
@@ -37,7 +40,7 @@ class Link:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self._reader = FrameReader()
-        self._waiting: dict[int, asyncio.Future[tuple[dict[str, Any], bytes]]] = {}
+        self._waiting: dict[int, Answer] = {}
         self._numbers = itertools.count(1)
         self._pump: asyncio.Task[None] | None = None
         self._sending = asyncio.Lock()
@@ -93,11 +96,14 @@ class Link:
     ) -> tuple[dict[str, Any], bytes]:
         """Send a request and return its answer.
 
+        A cancelled `execute` or `program` is stopped before the cancellation goes on, so that the
+        next request finds the session idle.
+
         Args:
             message: the operation and its fields.
             body: raw bytes.
             within_s: longest time to wait.
-            descriptor: travels along, where the transport can carry it.
+            descriptor: travels along; needs a `SocketTransport`.
 
         Raises:
             OSError: the request failed inside; the errno of the far side.
@@ -106,20 +112,40 @@ class Link:
         if self._lost is not None:
             raise SessionLostError(str(self._lost))
         number = next(self._numbers)
-        future = asyncio.get_running_loop().create_future()
+        future: Answer = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
-            async with self._sending:
-                await self.transport.send(encode({**message, "id": number}, body), descriptor)
+            sending = self._send(encode({**message, "id": number}, body), descriptor)
+            # Half a frame would garble the stream; a short one is never sent by halves.
+            await (sending if len(body) < _SHORT else asyncio.shield(asyncio.create_task(sending)))
             async with asyncio.timeout(within_s):
-                answer, data = await future
+                answer, data = await asyncio.shield(future)
         except TimeoutError:
             raise SessionLostError(f"init gave no answer within {within_s:.0f} s") from None
+        except asyncio.CancelledError:
+            if message["op"] in ("execute", "program"):
+                await self._stop(future)
+            raise
         finally:
             self._waiting.pop(number, None)
+            future.cancel()
         if "errno" in answer:
             raise OSError(int(answer["errno"]), str(answer["message"]), message.get("path"))
         return answer, data
+
+    async def _send(self, frame: bytes, descriptor: int | None) -> None:
+        async with self._sending:
+            if descriptor is None:
+                await self.transport.send(frame)
+            else:
+                assert isinstance(self.transport, SocketTransport)
+                await self.transport.send_with_descriptor(frame, descriptor)
+
+    async def _stop(self, running: Answer) -> None:
+        with contextlib.suppress(SandboxError, OSError, TimeoutError):
+            await self.ask({"op": "interrupt"})
+            async with asyncio.timeout(_ANSWER_SLACK_S):
+                await asyncio.shield(running)
 
     async def close(self) -> None:
         """Hang up. Idempotent."""
@@ -195,9 +221,8 @@ class DriverSession:
             await self._thaw()
             within_s = limit + self._limits.grace_s + _ANSWER_SLACK_S
             try:
-                answer, data = await self._ask_interruptibly(
-                    {**message, "timeout_s": limit}, body, within_s
-                )
+                message = {**message, "timeout_s": limit}
+                answer, data = await self._ask_interruptibly(message, body, within_s)
             except SessionLostError:
                 if self._closed:
                     raise SessionClosedError("the session was closed while it ran") from None
@@ -208,17 +233,8 @@ class DriverSession:
     async def _ask_interruptibly(
         self, message: dict[str, Any], body: bytes, within_s: float
     ) -> tuple[dict[str, Any], bytes]:
-        """Ask; when the caller is cancelled, stop the cell, so that the next one finds it idle."""
-        asking = asyncio.ensure_future(self._link.ask(message, body, within_s=within_s))
-        try:
-            return await asyncio.shield(asking)
-        except asyncio.CancelledError:
-            with contextlib.suppress(SandboxError, OSError):
-                await self._link.ask({"op": "interrupt"})
-                await asking
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-            raise
+        """Have init run something; a hook for backends whose init can die of what it runs."""
+        return await self._link.ask(message, body, within_s=within_s)
 
     async def write_file(self, path: str, data: bytes) -> None:
         """Write a file below `/workspace`; see `Session.write_file`."""

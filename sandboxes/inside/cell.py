@@ -1,5 +1,6 @@
 """One execution, from request to verdict."""
 
+import os
 import signal
 import time
 from typing import Any
@@ -13,7 +14,11 @@ __all__ = ["Cell"]
 _MUTE_S = 0.1
 """How long a worker that closed its channel may take to die before it counts as mute."""
 
-_OOM_FILES = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+_OOM_FILES = tuple(
+    path
+    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+    if os.path.exists(path)
+)
 
 
 class Cell:

@@ -1,11 +1,12 @@
 """The processes of a session, as init sees them."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import time
 
-__all__ = ["Processes", "Watch"]
+__all__ = ["Processes", "Watch", "death_notices"]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -70,6 +71,20 @@ class Processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.worker, signal.SIGINT)
             os.kill(self.worker, signal.SIGCONT)
+
+
+def death_notices() -> int:
+    """A descriptor that is readable when a child, adopted ones included, has died.
+
+    Blocks SIGCHLD, which needs no handler this way; forked workers must unblock it.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    mask = (1 << (signal.SIGCHLD - 1)).to_bytes(128, "little")
+    flags = os.O_NONBLOCK | os.O_CLOEXEC
+    fd = int(ctypes.CDLL(None, use_errno=True).signalfd(-1, mask, flags))
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), "signalfd failed")
+    return fd
 
 
 def is_zombie(pid: int) -> bool:

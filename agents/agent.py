@@ -10,16 +10,21 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from turngym.agents.base import ActContext, Completion, MessagePolicy, Policy, Sampling
+from turngym.agents.seeds import derive
 from turngym.agents.transcript import Dialogue, SharedPrompts, Tools, Transcript, TurnRenderer
 from turngym.errors import ConfigError, EngineError
-from turngym.types import Action, FinishReason, Message, Observation, Source, Status
+from turngym.types import Action, FinishReason, Message, Observation, Source, Status, TokenRole
 
 __all__ = [
     "Act",
     "Agent",
     "AgentFactory",
     "DemoAgent",
+    "Interruption",
     "LimitReachedError",
     "MessageAgent",
     "Seating",
@@ -46,6 +51,20 @@ class LimitReachedError(EngineError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Interruption:
+    """How a turn that only thinks is brought to an answer."""
+
+    after: int
+    """Tokens of a turn after which it is interrupted."""
+
+    text: str
+    """Put in the policy's mouth; closes the reasoning block."""
+
+    answer_tokens: int
+    """Most tokens that follow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Seating:
     """What an agent is told of the episode it is made for."""
 
@@ -57,6 +76,9 @@ class Seating:
 
     max_context: int | None
     """Most tokens of a context; None = what the policy allows."""
+
+    interruption: Interruption | None
+    """When to stop a turn that only thinks; None = never."""
 
     expert: Demonstrate | None
     """The environment's expert, called in place; None when it has none."""
@@ -159,33 +181,67 @@ class TokenAgent:
     async def act(self, turn: int) -> Act:
         """Sample a completion, record it, read it."""
         self.memory.flush(turn)
-        record, room = self.memory.record, self.memory.room
-        cap = min(self._sampling.max_tokens, self._seating.max_tokens)
-        if room is not None:
-            cap = min(cap, room)
-        completion = await self._policy.generate(
-            record.context,
-            replace(self._sampling, max_tokens=cap),
-            seed=self._seating.turn_seed(turn),
-            session=self._session,
-        )
-        _check_completion(completion, cap)
-        start = len(record)
-        record.add(
-            completion.ids,
-            self._renderer.roles(completion.ids),
-            turn=turn,
-            logp=completion.logp,
-            version_spans=completion.version_spans,
-        )
+        start = len(self.memory.record)
+        cap = self._cap(min(self._sampling.max_tokens, self._seating.max_tokens))
+        interruption = self._seating.interruption
+        first = cap if interruption is None else min(cap, interruption.after)
+        seed = self._seating.turn_seed(turn)
+        completion = await self._sample(turn, first, seed)
+        ids = completion.ids
+        self._record(turn, completion, self._renderer.roles(ids))
+        if interruption is not None and first < cap and completion.finish_reason == "length":
+            completion, ids = await self._go_on(turn, ids, cap - first, interruption)
         return Act(
             message=self._renderer.parse(
-                completion.ids, self.memory.tools, finish_reason=completion.finish_reason
+                ids, self.memory.tools, finish_reason=completion.finish_reason
             ),
             finish_reason=completion.finish_reason,
             limit=self._limit(completion),
             start=start,
-            stop=len(record),
+            stop=len(self.memory.record),
+        )
+
+    async def _go_on(
+        self, turn: int, ids: NDArray[np.int32], budget: int, interruption: Interruption
+    ) -> tuple[Completion, NDArray[np.int32]]:
+        """Sample the rest of a turn whose thinking budget is spent.
+
+        Returns:
+            The last completion, and all ids of the turn.
+        """
+        glue = self._renderer.close_reasoning(ids, interruption.text)
+        if glue is not None and self._cap(len(glue) + 1) == len(glue) + 1:
+            role = np.full(len(glue), TokenRole.GLUE, np.int8)
+            self.memory.record.add(glue, role, turn=turn)
+            ids, budget = np.concatenate([ids, glue]), interruption.answer_tokens
+        seed = derive(self._seating.turn_seed(turn), "go on")
+        completion = await self._sample(turn, self._cap(budget), seed)
+        everything = np.concatenate([ids, completion.ids])
+        self._record(turn, completion, self._renderer.roles(everything)[len(ids) :])
+        return completion, everything
+
+    def _cap(self, wanted: int) -> int:
+        room = self.memory.room
+        return wanted if room is None else min(wanted, room)
+
+    async def _sample(self, turn: int, cap: int, seed: int) -> Completion:
+        completion = await self._policy.generate(
+            self.memory.record.context,
+            replace(self._sampling, max_tokens=cap),
+            seed=seed,
+            session=self._session,
+        )
+        _check_completion(completion, cap)
+        return completion
+
+    def _record(self, turn: int, completion: Completion, role: NDArray[np.int8]) -> None:
+        self.memory.record.add(
+            completion.ids,
+            role,
+            turn=turn,
+            logp=completion.logp,
+            version_spans=completion.version_spans,
+            extra=completion.extra,
         )
 
     def _limit(self, completion: Completion) -> Status | None:

@@ -6,7 +6,7 @@ A `Policy` samples tokens and knows nothing of environments. A `MessagePolicy` a
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -64,6 +64,10 @@ class Completion:
     finish_reason: FinishReason
     version_spans: tuple[tuple[int, int], ...]
     """(policy version, number of tokens) in order; more than one when weights changed in flight."""
+
+    extra: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Further columns with one row a token, for `Trajectory.extra`: `topk_ids` and `topk_logp`, the
+    likeliest tokens at each place, most likely first, (n, K) int32 and float32."""
 
 
 @runtime_checkable

@@ -20,6 +20,17 @@ class RolloutConfig:
     max_tokens: int = 512
     """Most tokens of one completion (a turn); a completion cut off there ends the episode."""
 
+    think_tokens: int | None = None
+    """Tokens after which a turn that is still thinking is interrupted: `interrupt_text` is put in
+    its mouth (it never trains) and at most `answer_tokens` follow (ScaleRL, arXiv:2510.13786);
+    None = it may think until `max_tokens`."""
+
+    interrupt_text: str = "\nTime is up, so I answer with what I have.\n</think>"
+    """Closes the reasoning block."""
+
+    answer_tokens: int = 256
+    """Most tokens after an interruption."""
+
     max_context: int | None = None
     """Most tokens of a context, completion included; None = what the policy allows."""
 
@@ -49,10 +60,23 @@ class RolloutConfig:
     """Bit-equal trajectories whatever the concurrency, given a deterministic policy."""
 
     def __post_init__(self) -> None:
-        for name in ("group_size", "concurrency", "max_tokens", "max_context", "threads"):
+        for name in (
+            "group_size",
+            "concurrency",
+            "max_tokens",
+            "max_context",
+            "threads",
+            "think_tokens",
+            "answer_tokens",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.think_tokens is not None and self.think_tokens >= self.max_tokens:
+            raise ConfigError(
+                f"think_tokens must be less than max_tokens={self.max_tokens} to leave room for an "
+                f"answer, got {self.think_tokens}"
+            )
         for name in ("deadline_s", "env_timeout_s", "lag_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -61,6 +85,11 @@ class RolloutConfig:
             raise ConfigError(f"retries must not be negative, got {self.retries}")
         if not 0 <= self.failure_rate <= 1:
             raise ConfigError(f"failure_rate must lie in [0, 1], got {self.failure_rate}")
+
+    @property
+    def most_tokens(self) -> int:
+        """Most sampled tokens of one turn, interrupted or not."""
+        return max(self.max_tokens, (self.think_tokens or -self.answer_tokens) + self.answer_tokens)
 
     @property
     def episode_deadline_s(self) -> float | None:

@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["draw", "uniforms"]
+__all__ = ["draw", "likeliest", "uniforms"]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -68,6 +68,22 @@ def draw(
     # Only rows that are not finite run past the end; their log-probability tells.
     token.clamp_(max=logits.shape[-1] - 1)
     return token.squeeze(-1), p.gather(-1, token).squeeze(-1).log()
+
+
+def likeliest(
+    logits: Tensor, temperature: NDArray[np.float32], count: int
+) -> tuple[Tensor, Tensor]:
+    """Return the ids of the likeliest tokens of each row and their log-probabilities, (B, count).
+
+    Args:
+        logits: fp32, (B, V).
+        temperature: divides the logits; 0 counts as 1, (B,).
+        count: how many, most likely first; at most V.
+    """
+    divisor = np.where(temperature == 0, np.float32(1), temperature)
+    tempered = logits / torch.from_numpy(divisor).to(logits.device)[:, None]
+    logp, ids = tempered.log_softmax(-1).topk(count, dim=-1)
+    return ids, logp
 
 
 def _truncate(p: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:

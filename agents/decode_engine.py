@@ -13,7 +13,7 @@ from torch import Tensor
 
 from turngym.agents.base import Completion
 from turngym.agents.decode import Decoder, make_step
-from turngym.agents.decode_draw import draw, uniforms
+from turngym.agents.decode_draw import draw, likeliest, uniforms
 from turngym.agents.decode_slots import Request, SlotTable
 from turngym.agents.decode_thread import StepThread, fail
 from turngym.errors import EngineError
@@ -54,6 +54,7 @@ class Engine:
             token a row and step, steps of one fixed number of rows, and attention over a span that
             depends on the row's own position alone.
         threads: intra-op threads of the decoding thread; None = torch's setting.
+        topk: likeliest tokens recorded with each sampled one.
         check_weights: called before every step; what it raises ends what is in flight.
     """
 
@@ -68,10 +69,12 @@ class Engine:
         device: torch.device,
         deterministic: bool,
         threads: int | None,
+        topk: int,
         check_weights: Callable[[], None],
     ) -> None:
         self.version = 0
-        self.table = SlotTable(decoder, cache_bytes=cache_bytes, device=device)
+        self.table = SlotTable(decoder, cache_bytes=cache_bytes, device=device, topk=topk)
+        self._topk = topk
         self._decoder = decoder
         self._max_rows = max_rows
         self._max_context = max_context
@@ -260,8 +263,9 @@ class Engine:
         elif len(ready) < len(slots):
             hidden = hidden[torch.from_numpy(ready).to(self._device)]
             slots, here, ready = slots[ready], here[ready], np.arange(len(ready))
+        logits = self._decoder.head(hidden)
         drawn, drawn_logp = draw(
-            self._decoder.head(hidden),
+            logits,
             uniforms(here["seed"], here["known"] - here["prompt"]),
             here["temperature"],
             here["top_p"],
@@ -272,6 +276,10 @@ class Engine:
         table.tokens[slots, known] = tokens
         table.logp[slots, known] = logp
         table.version[slots, known] = self.version
+        if self._topk:
+            ids, best = likeliest(logits, here["temperature"], self._topk)
+            table.topk_ids[slots, known] = ids.cpu().numpy()[ready]
+            table.topk_logp[slots, known] = best.cpu().numpy()[ready]
         table.rows["known"][slots] = known + 1
         self.sampled_tokens += len(slots)
         done = self._stops[tokens] | (known + 1 >= here["limit"][ready]) | ~np.isfinite(logp)
@@ -298,6 +306,12 @@ class Engine:
             logp=table.logp[slot, own].copy(),
             finish_reason=reason,
             version_spans=_spans(table.version[slot, own]),
+            extra={
+                "topk_ids": table.topk_ids[slot, own].copy(),
+                "topk_logp": table.topk_logp[slot, own].copy(),
+            }
+            if self._topk
+            else {},
         )
         table.retire(slot)
         if request.future.set_running_or_notify_cancel():

@@ -2,6 +2,7 @@
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,6 +54,8 @@ class Request:
     future: "Future[Completion]" = field(default_factory=Future)
     logp: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     version: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    topk: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
+    """Likeliest tokens at the places sampled so far and their log-probabilities, (n, K) each."""
 
 
 class SlotTable:
@@ -61,9 +64,12 @@ class SlotTable:
     Args:
         decoder: whose buffers the slots are.
         cache_bytes: most bytes of keys and values; one slot is always allowed.
+        topk: likeliest tokens recorded at each place.
     """
 
-    def __init__(self, decoder: Decoder, *, cache_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self, decoder: Decoder, *, cache_bytes: int, device: torch.device, topk: int = 0
+    ) -> None:
         self._decoder = decoder
         self._cache_bytes = cache_bytes
         self._device = device
@@ -76,6 +82,8 @@ class SlotTable:
         self.tokens = np.zeros((0, self.width), np.int64)
         self.logp = np.zeros((0, self.width), np.float32)
         self.version = np.zeros((0, self.width), np.int32)
+        self.topk_ids = np.zeros((0, self.width, topk), np.int32)
+        self.topk_logp = np.zeros((0, self.width, topk), np.float32)
         self.requests: list[Request | None] = []
         self._names: list[str] = []
         self._sessions: dict[str, int] = {}
@@ -115,6 +123,9 @@ class SlotTable:
         self.tokens[slot, :count] = request.ids
         self.logp[slot, request.prompt : count] = request.logp
         self.version[slot, request.prompt : count] = request.version
+        if request.topk is not None:
+            sampled = slice(request.prompt, count)
+            self.topk_ids[slot, sampled], self.topk_logp[slot, sampled] = request.topk
         self._clock += 1
         sampling = request.sampling
         # In the order of _ROW's fields.
@@ -188,7 +199,7 @@ class SlotTable:
         holes = holes[: len(movers)]
         source, target = np.concatenate([movers, holes]), np.concatenate([holes, movers])
         self.copy(source, target, int(self.rows["fed"][source].max()))
-        for array in (self.rows, self.tokens, self.logp, self.version):
+        for array in (self.rows, *self._columns()):
             array[target] = array[source]
         for a, b in zip(holes.tolist(), movers.tolist(), strict=True):
             self.requests[a], self.requests[b] = self.requests[b], self.requests[a]
@@ -196,6 +207,10 @@ class SlotTable:
             for slot in (a, b):
                 if self._names[slot]:
                     self._sessions[self._names[slot]] = slot
+
+    def _columns(self) -> tuple[NDArray[Any], ...]:
+        """Arrays with one entry a slot and column, (slots, width, ...) each."""
+        return self.tokens, self.logp, self.version, self.topk_ids, self.topk_logp
 
     def copy(self, source: NDArray[np.int64], target: NDArray[np.int64], length: int) -> None:
         """Copy keys and values between slots."""
@@ -236,6 +251,9 @@ class SlotTable:
         request.ids = self.tokens[slot, :known].copy()
         request.logp = self.logp[slot, request.prompt : known].copy()
         request.version = self.version[slot, request.prompt : known].copy()
+        if self.topk_ids.shape[2]:
+            sampled = (slot, slice(request.prompt, known))
+            request.topk = (self.topk_ids[sampled].copy(), self.topk_logp[sampled].copy())
         self.retire(slot)
         self.forget(request.session)
         self.num_preempted += 1
@@ -245,15 +263,15 @@ class SlotTable:
         self._decoder.reserve(slots, width)
         kept, columns = min(slots, len(self.rows)), min(width, self.width)
 
-        def grown(old: NDArray[np.generic], shape: tuple[int, ...]) -> NDArray[np.generic]:
-            new = np.zeros(shape, old.dtype)
+        def grown(old: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+            new = np.zeros((*shape, *old.shape[len(shape) :]), old.dtype)
             area = (slice(kept), slice(columns))[: len(shape)]
             new[area] = old[area]
             return new
 
-        self.rows = grown(self.rows, (slots,))  # type: ignore[assignment]
-        self.tokens, self.logp, self.version = (  # type: ignore[assignment]
-            grown(old, (slots, width)) for old in (self.tokens, self.logp, self.version)
+        self.rows = grown(self.rows, (slots,))
+        self.tokens, self.logp, self.version, self.topk_ids, self.topk_logp = (
+            grown(old, (slots, width)) for old in self._columns()
         )
         self.requests = (self.requests + [None] * slots)[:slots]
         self._names = (self._names + [""] * slots)[:slots]

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from turngym.agents.agent import Act, AgentFactory, Seating
+from turngym.agents.agent import Act, AgentFactory, Interruption, Seating
 from turngym.agents.config import RolloutConfig
 from turngym.agents.seeds import derive
 from turngym.agents.source import EnvHandle, StepResult
@@ -159,6 +159,13 @@ class _Episode:
                 turn_seed=seat.turn_seed,
                 max_tokens=config.max_tokens,
                 max_context=config.max_context,
+                interruption=None
+                if config.think_tokens is None
+                else Interruption(
+                    after=config.think_tokens,
+                    text=config.interrupt_text,
+                    answer_tokens=config.answer_tokens,
+                ),
                 expert=env.expert,
                 demonstrate=env.demonstrate,
             )

@@ -43,6 +43,7 @@ class HFPolicy:
             model's own modules. The choice is checked against the model at construction.
         threads: intra-op threads of the decoding thread. Small models run fastest with 1. torch
             keeps the setting per thread, but threads started later inherit it.
+        topk: likeliest tokens recorded with each sampled one, in `Completion.extra`; 0 = none.
 
     Raises:
         ConfigError: a limit is out of range.
@@ -58,6 +59,7 @@ class HFPolicy:
         deterministic: bool = False,
         fast: bool = True,
         threads: int | None = None,
+        topk: int = 0,
     ) -> None:
         for name, value in (("max_rows", max_rows), ("cache_mb", cache_mb)):
             if value < 1:
@@ -72,6 +74,8 @@ class HFPolicy:
             )
         self._max_context = _context_limit(model, max_context)
         self._vocab = vocab_size(model)
+        if not 0 <= topk <= self._vocab:
+            raise ConfigError(f"topk must lie in 0..{self._vocab} (the vocabulary), got {topk}")
         self._model = model
         self._decoder = select_decoder(model, self._max_context, fast=fast)
         self._weights = _Weights(model)
@@ -84,6 +88,7 @@ class HFPolicy:
             device=weight.device,
             deterministic=deterministic,
             threads=1 if deterministic else threads,
+            topk=topk,
             check_weights=self._weights.check,
         )
         weakref.finalize(self, self._engine.thread.close)

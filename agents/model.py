@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,12 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from turngym.agents.head import Head, decoder_of, head_of, linear, vocab_size
 from turngym.errors import ConfigError, MissingDependencyError, TrajectoryError
 
 __all__ = [
@@ -30,6 +29,7 @@ __all__ = [
     "linear",
     "load_model",
     "policy_logprobs",
+    "states_before",
     "vocab_size",
 ]
 
@@ -37,9 +37,6 @@ logger = logging.getLogger(__name__)
 
 _CHUNK_LOGITS = {"cpu": 1 << 21}
 """Most logits of a chunk, by device. Measured at V = 32,768: half the time of 2**25."""
-
-Head = Callable[[Tensor], Tensor]
-"""Final hidden states (N, d) to fp32 logits (N, V)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,6 +48,12 @@ class LogProbs:
 
     entropy: Tensor | None
     """Entropy of the distribution each token was drawn from, (N,) float32; None unless asked."""
+
+    certainty: Tensor | None = None
+    """KL(uniform || that distribution), (N,) float32; None unless asked."""
+
+    topk: Tensor | None = None
+    """Log-probabilities of the ids asked for at each place, (N, K) float32; None unless asked."""
 
 
 def load_model(
@@ -104,19 +107,6 @@ def _switch_off_dropout(config: Any) -> None:
             setattr(config, name, 0.0)
 
 
-def vocab_size(model: nn.Module) -> int:
-    """Return how many token ids the model can read."""
-    return int(cast(Any, model).get_input_embeddings().weight.shape[0])
-
-
-def decoder_of(model: nn.Module) -> nn.Module:
-    """Return the part of a causal LM (or of its peft wrapper) that ends in hidden states."""
-    base = cast(Any, model)
-    if hasattr(base, "peft_config"):
-        base = base.get_base_model()
-    return cast(nn.Module, base.get_decoder() if hasattr(base, "get_decoder") else base.base_model)
-
-
 def policy_logprobs(
     model: nn.Module,
     rows: Sequence[NDArray[np.int32]],
@@ -125,12 +115,12 @@ def policy_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
     with_entropy: bool = False,
+    with_certainty: bool = False,
+    topk_ids: Tensor | None = None,
 ) -> LogProbs:
     """Score tokens under the current weights: log p(ids[t] | ids[:t]) at each requested t.
 
-    The only place where predictions are shifted against tokens. Rows are run as one right-padded
-    batch (sort and bucket them before calling): causal attention never sees what comes after a
-    token, so the filler needs no mask and its id is never looked at. Logits exist for
+    Rows are run as one right-padded batch (sort and bucket them before calling). Logits exist for
     `chunk_tokens` tokens at a time and are recomputed in the backward pass.
 
     Args:
@@ -141,6 +131,8 @@ def policy_logprobs(
         chunk_tokens: most tokens whose logits exist at once; None = at most 1024 and few enough
             for the cache of a CPU or a fraction of an accelerator's memory.
         with_entropy: also return entropies, in nats, of the tempered distribution.
+        with_certainty: also return its self-certainty (Intuitor, arXiv:2505.19590, equation 3).
+        topk_ids: also score these alternatives at each place, (N, K) int64.
 
     Returns:
         One entry per position, row after row, in the order asked.
@@ -154,39 +146,115 @@ def policy_logprobs(
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
     vocab = vocab_size(model)
-    _check_rows(rows, positions, vocab)
-    used = [k for k, where in enumerate(positions) if len(where)]
+    _check_rows(rows, positions, vocab, past_end=0)
+    score = _Scorer(temperature, with_entropy, with_certainty)
     device = cast(Any, model).get_input_embeddings().weight.device
-    if not used:
+    target = [ids[where] for ids, where in zip(rows, positions, strict=True)]
+    targets = torch.from_numpy(np.concatenate([*target, np.empty(0)]).astype(np.int64)).to(device)
+    if not len(targets):
         empty = torch.zeros(0, device=device)
-        return LogProbs(logp=empty, entropy=empty.clone() if with_entropy else None)
-    ids, index, target = (
-        torch.from_numpy(array).to(device)
-        for array in _lay_out([rows[k] for k in used], [positions[k] for k in used])
-    )
-    head, hidden = _run(model, ids)
-    picked = hidden.flatten(0, 1)[index]
+        width = 0 if topk_ids is None else topk_ids.shape[1]
+        return score.collect([(empty, empty, empty, empty.view(0, width))], topk_ids is not None)
+    head, states = _head_and_states(model, rows, positions)
+    others = torch.empty(len(targets), 0, dtype=torch.int64, device=device)
+    if topk_ids is not None:
+        others = topk_ids.to(device)
     count = chunk_tokens or min(1024, max(32, _CHUNK_LOGITS.get(device.type, 1 << 27) // vocab))
-    outputs = [
-        _score_chunk(head, h, t, temperature, with_entropy)
-        for h, t in zip(torch.split(picked, count), torch.split(target, count), strict=True)
+    chunks = [
+        score(head, h, t, o)
+        for h, t, o in zip(
+            torch.split(states, count),
+            torch.split(targets, count),
+            torch.split(others, count),
+            strict=True,
+        )
     ]
-    logp = torch.cat([chunk[0] for chunk in outputs])
-    entropy = torch.cat([chunk[1] for chunk in outputs]) if with_entropy else None
-    return LogProbs(logp=logp, entropy=entropy)
+    return score.collect(chunks, topk_ids is not None)
+
+
+def _head_and_states(
+    model: nn.Module, rows: Sequence[NDArray[np.int32]], positions: Sequence[NDArray[np.int64]]
+) -> tuple[Head, Tensor]:
+    """Return a head and what it takes: hidden states, or logits where the head is opaque."""
+    head = head_of(model)
+    if head is not None:
+        return head, states_before(decoder_of(model), rows, positions)
+    outer = cast(Any, model)
+    device = outer.get_input_embeddings().weight.device
+    logits = _gather(
+        lambda ids: outer(input_ids=ids, use_cache=False).logits, rows, positions, device
+    )
+    return Tensor.float, logits
+
+
+def states_before(
+    decoder: nn.Module,
+    rows: Sequence[NDArray[np.int32]],
+    positions: Sequence[NDArray[np.int64]],
+) -> Tensor:
+    """Return the final hidden state from which each requested token is predicted, (N, d).
+
+    The only place where predictions are shifted against tokens: the state before `ids[t]` is that
+    of position t - 1, which has read `ids[:t]`. Causal attention never sees what comes after a
+    token, so the right padding needs no mask and its id is never looked at.
+
+    Args:
+        decoder: ends in hidden states, see `decoder_of`.
+        rows: token ids of each context.
+        positions: for each row the indices t >= 1, in any order; t = len(ids) asks for the state
+            after the last token.
+
+    Raises:
+        TrajectoryError: rows and positions do not fit each other or the vocabulary.
+    """
+    weight = cast(Any, decoder).get_input_embeddings().weight
+    _check_rows(rows, positions, int(weight.shape[0]), past_end=1)
+    if not sum(map(len, positions)):
+        return cast(Tensor, weight.new_zeros((0, weight.shape[1])))
+    return _gather(
+        lambda ids: cast(Any, decoder)(input_ids=ids, use_cache=False).last_hidden_state,
+        rows,
+        positions,
+        weight.device,
+    )
+
+
+def _gather(
+    run: Callable[[Tensor], Tensor],
+    rows: Sequence[NDArray[np.int32]],
+    positions: Sequence[NDArray[np.int64]],
+    device: torch.device,
+) -> Tensor:
+    """Run right-padded rows and take the output at t - 1 for each requested t, (N, ...)."""
+    used = [k for k, where in enumerate(positions) if len(where)]
+    # What follows the last place asked for is never read.
+    lengths = [int(positions[k].max()) for k in used]
+    ids = np.zeros((len(used), max(lengths)), np.int64)
+    for line, k in enumerate(used):
+        ids[line, : lengths[line]] = rows[k][: lengths[line]]
+    index = np.concatenate(
+        [line * ids.shape[1] + positions[k] - 1 for line, k in enumerate(used)]
+    ).astype(np.int64)
+    output = run(torch.from_numpy(ids).to(device))
+    return output.flatten(0, 1)[torch.from_numpy(index).to(device)]
 
 
 def _check_rows(
-    rows: Sequence[NDArray[np.int32]], positions: Sequence[NDArray[np.int64]], vocab: int
+    rows: Sequence[NDArray[np.int32]],
+    positions: Sequence[NDArray[np.int64]],
+    vocab: int,
+    *,
+    past_end: int,
 ) -> None:
     if len(rows) != len(positions):
         raise TrajectoryError(
             f"rows and positions must pair up, got {len(rows)} rows and {len(positions)} positions"
         )
     for k, (ids, where) in enumerate(zip(rows, positions, strict=True)):
-        if len(where) and not (int(where.min()) >= 1 and int(where.max()) < len(ids)):
+        last = len(ids) - 1 + past_end
+        if len(where) and not (int(where.min()) >= 1 and int(where.max()) <= last):
             raise TrajectoryError(
-                f"row {k}: positions must lie in 1..{len(ids) - 1} (the first token is never "
+                f"row {k}: positions must lie in 1..{last} (the first token is never "
                 f"predicted), got {int(where.min())}..{int(where.max())}"
             )
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocab):
@@ -196,123 +264,44 @@ def _check_rows(
             )
 
 
-def _lay_out(
-    rows: Sequence[NDArray[np.int32]], positions: Sequence[NDArray[np.int64]]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return ids (B, T), where in B * T each prediction is made, and what it should have been."""
-    # The last scored token is predicted, never read.
-    lengths = [int(where.max()) for where in positions]
-    ids = np.zeros((len(rows), max(lengths)), np.int64)
-    for line, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        ids[line, :length] = row[:length]
-    index = [line * ids.shape[1] + where - 1 for line, where in enumerate(positions)]
-    target = [row[where] for row, where in zip(rows, positions, strict=True)]
-    return ids, np.concatenate(index), np.concatenate(target).astype(np.int64)
+_Scores = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _run(model: nn.Module, ids: Tensor) -> tuple[Head, Tensor]:
-    """Return a head and what it takes: hidden states, or logits where the head is opaque."""
-    head = head_of(model)
-    if head is None:
-        return Tensor.float, cast(Any, model)(input_ids=ids, use_cache=False).logits
-    return head, _hidden(model, ids)
+@dataclass(frozen=True, slots=True)
+class _Scorer:
+    """Turns hidden states into what was asked for; what was not asked for is an empty tensor."""
 
+    temperature: float
+    with_entropy: bool
+    with_certainty: bool
 
-def _hidden(model: nn.Module, ids: Tensor) -> Tensor:
-    return cast(Tensor, decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state)
+    def __call__(self, head: Head, hidden: Tensor, targets: Tensor, others: Tensor) -> _Scores:
+        """Score one chunk."""
 
+        def score(hidden: Tensor) -> _Scores:
+            logits = head(hidden) / self.temperature
+            total = logits.logsumexp(-1)
+            logp = logits.gather(-1, targets[:, None]).squeeze(-1) - total
+            entropy = certainty = logits.new_empty(0)
+            if self.with_entropy:
+                entropy = total - ((logits - total[:, None]).exp() * logits).sum(-1)
+            if self.with_certainty:
+                certainty = total - logits.mean(-1) - math.log(logits.shape[-1])
+            return logp, entropy, certainty, logits.gather(-1, others) - total[:, None]
 
-def _score_chunk(
-    head: Head, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor]:
-    def score(hidden: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(hidden)
-        if temperature != 1.0:
-            logits = logits / temperature
-        total = logits.logsumexp(-1)
-        logp = logits.gather(-1, targets[:, None]).squeeze(-1) - total
-        if not with_entropy:
-            return logp, logp
-        mean = ((logits - total[:, None]).exp() * logits).sum(-1)
-        return logp, total - mean
+        if not torch.is_grad_enabled():
+            return score(hidden)
+        return cast(_Scores, checkpoint(score, hidden, use_reentrant=False))
 
-    if not torch.is_grad_enabled():
-        return score(hidden)
-    return cast(tuple[Tensor, Tensor], checkpoint(score, hidden, use_reentrant=False))
-
-
-_HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")
-_ONEDNN_ROWS = 64
-"""Rows from which oneDNN's product beats torch's own (MKL) on the CPUs measured, up to twofold."""
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `F.linear`; where no gradient is asked, by the faster of torch's CPU libraries."""
-    is_fp32_cpu = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
-    rows = x.numel() // x.shape[-1]
-    if is_fp32_cpu and _HAS_ONEDNN and rows >= _ONEDNN_ROWS and not torch.is_grad_enabled():
-        product = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return cast(Tensor, product)
-    return F.linear(x, weight, bias)
-
-
-_heads: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()
-
-
-def head_of(model: nn.Module) -> Head | None:
-    """Return the map from final hidden states to fp32 logits, None where it is not a plain one.
-
-    Reads the post-processing that configurations declare (`final_logit_softcapping`,
-    `logits_scaling`, `logit_scale`) and then checks the result against the model itself once, so
-    that a family with undeclared post-processing is never scored wrongly: it takes the slower path
-    through the model's own logits.
-    """
-    outer = cast(Any, model)
-    module = outer.get_output_embeddings()
-    config = getattr(outer.config, "get_text_config", lambda: outer.config)()
-    cap = getattr(config, "final_logit_softcapping", None)
-    factor = float(getattr(config, "logit_scale", None) or 1.0)
-    factor /= float(getattr(config, "logits_scaling", None) or 1.0)
-
-    def head(hidden: Tensor) -> Tensor:
-        if type(module) is nn.Linear:
-            bias = cast(Tensor | None, module.bias)
-            logits = linear(
-                hidden.float(), module.weight.float(), None if bias is None else bias.float()
-            )
-        else:
-            logits = module(hidden).float()
-        if factor != 1.0:
-            logits = logits * factor
-        return logits if cap is None else torch.tanh(logits / cap) * cap
-
-    if model not in _heads:
-        _heads[model] = module is not None and _head_agrees(model, head)
-        if not _heads[model]:
-            logger.warning(
-                "%s post-processes its logits in a way its configuration does not declare: "
-                "log-probabilities go through full logits, which takes more memory",
-                type(model).__name__,
-            )
-    return head if _heads[model] else None
-
-
-@torch.no_grad()
-def _head_agrees(model: nn.Module, head: Head) -> bool:
-    outer = cast(Any, model)
-    size = vocab_size(model)
-    ids = torch.arange(1, 9, device=outer.get_input_embeddings().weight.device)[None] * 7919 % size
-    training = model.training
-    model.eval()
-    try:
-        want = outer(input_ids=ids, use_cache=False).logits
-        got = head(_hidden(model, ids)[0])[None]
-    finally:
-        model.train(training)
-    if got.shape != want.shape:
-        return False
-    tolerance = 1e-4 if want.dtype == torch.float32 else 5e-2
-    return bool((got - want).abs().max() <= tolerance * want.abs().max().clamp(min=1.0))
+    def collect(self, chunks: Sequence[_Scores], with_topk: bool) -> LogProbs:
+        """Put the chunks together."""
+        logp, entropy, certainty, topk = (torch.cat(part) for part in zip(*chunks, strict=True))
+        return LogProbs(
+            logp=logp,
+            entropy=entropy if self.with_entropy else None,
+            certainty=certainty if self.with_certainty else None,
+            topk=topk if with_topk else None,
+        )
 
 
 def attach_lora(

@@ -79,6 +79,9 @@ class PlainRenderer:
             roles[start + len(_OPEN) : end] = TokenRole.ACTION
         return roles
 
+    def close_reasoning(self, ids: NDArray[np.int32], text: str) -> None:
+        """Plain text has no reasoning blocks."""
+
     def encode_action(self, action: Message) -> NDArray[np.int32]:
         """Write an action as a completion, END included."""
         return np.array([*self.text(action).encode(), self.END], np.int32)

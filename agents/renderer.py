@@ -252,6 +252,25 @@ class Renderer:
         """Return an incremental `roles` for one turn; feed it `codec.piece(id)`."""
         return self._machine.start()
 
+    def close_reasoning(
+        self, ids: Sequence[int] | NDArray[np.int32], text: str
+    ) -> NDArray[np.int32] | None:
+        """Return the ids of `text` when a completion breaks off inside a reasoning block.
+
+        Args:
+            ids: sampled so far in this turn.
+            text: what is to follow, the closing tag included.
+
+        Returns:
+            The text's ids, (n,), or None when no reasoning block is open.
+        """
+        tracker = self.role_tracker()
+        for token in ids:
+            tracker.push(self.codec.piece(int(token)))
+        if not tracker.in_reasoning:
+            return None
+        return np.asarray(self.codec.encode(text).ids, np.int32)
+
     def encode_action(self, action: Action) -> NDArray[np.int32]:
         """Write an action in the dialect: the ids of a demonstration, stop token included, (n,)."""
         text = ""

@@ -73,6 +73,11 @@ class RoleTracker:
         """Role of the next token."""
         return TokenRole.ACTION if self._state == "action" else TokenRole.REASONING
 
+    @property
+    def in_reasoning(self) -> bool:
+        """A reasoning block is open."""
+        return self._state == "think"
+
     def push(self, piece: str) -> TokenRole:
         """Consume a token's text; return the role of the token after it."""
         text = self._tail + piece

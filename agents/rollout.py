@@ -69,7 +69,9 @@ class RolloutEngine:
         """Sums since the engine was made, or since a fresh `RolloutStats` was put here."""
 
         self.progress = progress
-        self._agent = agent
+        self.agent = agent
+        """Makes the agents of the episodes that begin from now on."""
+
         self.seed = seed
         self._refill = refill or self._next_ordinal
         self._largest = -1
@@ -266,7 +268,7 @@ class RolloutEngine:
         try:
             trajectory = await run_episode(
                 env,
-                self._agent,
+                self.agent,
                 seat,
                 self.config,
                 self.source.reward_specs,

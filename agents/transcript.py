@@ -54,6 +54,10 @@ class TurnRenderer(Protocol):
         """REASONING or ACTION for each token of a completion."""
         ...
 
+    def close_reasoning(self, ids: NDArray[np.int32], text: str) -> NDArray[np.int32] | None:
+        """Return the ids of `text` when a completion breaks off while reasoning, else None."""
+        ...
+
     def encode_action(self, action: Message) -> NDArray[np.int32]:
         """Write an action as a completion, stop token included."""
         ...
@@ -68,6 +72,7 @@ class _Block(NamedTuple):
     segment: int
     logp: NDArray[np.float32] | None
     version_spans: Sequence[tuple[int, int]]
+    extra: Mapping[str, NDArray[Any]]
 
 
 class TokenRecord:
@@ -99,6 +104,7 @@ class TokenRecord:
         turn: int,
         logp: NDArray[np.float32] | None = None,
         version_spans: Sequence[tuple[int, int]] = (),
+        extra: Mapping[str, NDArray[Any]] | None = None,
     ) -> None:
         """Append tokens.
 
@@ -108,11 +114,12 @@ class TokenRecord:
             turn: turn they belong to, -1 for the first prompt.
             logp: the sampler's log-probabilities, (n,); None when no policy sampled them.
             version_spans: (policy version, number of tokens) in order; empty when none did.
+            extra: further columns by name, (n, ...); tokens without one are 0 there.
         """
         self.context.extend(ids.tolist())
         self._rows += len(ids)
         spans = version_spans or ((-1, len(ids)),)
-        self._blocks.append(_Block(ids, role, turn, self.segment, logp, spans))
+        self._blocks.append(_Block(ids, role, turn, self.segment, logp, spans, extra or {}))
 
     def columns(self) -> dict[str, Any]:
         """Return the columns of a `Trajectory`; empty when nothing was recorded."""
@@ -127,6 +134,7 @@ class TokenRecord:
                 logp[start : start + length] = block.logp
             start += length
         return {
+            "extra": self._extra(lengths),
             "ids": np.concatenate([block.ids for block in self._blocks], dtype=np.int32),
             "logp": logp,
             "role": np.concatenate([block.role for block in self._blocks], dtype=np.int8),
@@ -134,6 +142,17 @@ class TokenRecord:
             "version": np.repeat(spans[:, 0], spans[:, 1]),
             "segment": np.repeat(np.array([b.segment for b in self._blocks], np.int16), lengths),
         }
+
+    def _extra(self, lengths: Sequence[int]) -> dict[str, NDArray[Any]]:
+        columns: dict[str, NDArray[Any]] = {}
+        start = 0
+        for block, length in zip(self._blocks, lengths, strict=True):
+            for name, part in block.extra.items():
+                if name not in columns:
+                    columns[name] = np.zeros((self._rows, *part.shape[1:]), part.dtype)
+                columns[name][start : start + length] = part
+            start += length
+        return columns
 
 
 class Dialogue:

@@ -1,7 +1,8 @@
 """Checkpoints: everything a bit-equal resume needs, written so that a crash leaves the old one.
 
 A checkpoint is a folder `checkpoints/step-000040/` with the model (or its adapters) in Hugging Face
-form, `learner.pt` (optimizer, random state) and `state.json` (step, position in the task stream).
+form, `learner.pt` (optimizer, critic, reference, random state), `state.json` (step, position in the
+task stream) and `replay/`, where the algorithm replays.
 It appears under its name only when complete.
 """
 
@@ -9,19 +10,22 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from turngym.agents.store import TrajectoryStore
 from turngym.errors import CheckpointError
 from turngym.tracking import write_json
+from turngym.types import Trajectory
 
 __all__ = ["Checkpoint", "latest", "load_weights", "save", "saving"]
 
 _PREFIX = "step-"
+_REPLAY = "replay"
 _FORMAT = 1
 
 
@@ -35,7 +39,12 @@ class Checkpoint:
     """`state.json`."""
 
     learner: Mapping[str, Any]
-    """Optimizer and random state."""
+    """Optimizer, critic, reference and random state."""
+
+    @property
+    def replay(self) -> Iterable[Trajectory]:
+        """Trajectories kept for replay, read one by one."""
+        return TrajectoryStore(self.folder / _REPLAY)
 
 
 def save(
@@ -46,6 +55,7 @@ def save(
     tokenizer: Any,
     learner: Mapping[str, Any],
     state: Mapping[str, Any],
+    replay: Sequence[Trajectory] = (),
     keep: int = 2,
 ) -> Path:
     """Write `checkpoints/step-N`; older ones beyond `keep` are removed afterwards.
@@ -63,6 +73,8 @@ def save(
         tokenizer.save_pretrained(partial)
         rng = {"torch_rng": torch.get_rng_state()}
         torch.save(dict(learner) | rng, partial / "learner.pt")
+        if replay:
+            TrajectoryStore(partial / _REPLAY).append(replay)
         write_json(partial / "state.json", dict(state) | {"step": step, "format": _FORMAT})
         if target.exists():
             shutil.rmtree(target)

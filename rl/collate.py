@@ -112,11 +112,10 @@ def _column(trajectories: Sequence[Trajectory], name: str, dtype: type) -> Tenso
 
 
 def _extra(trajectories: Sequence[Trajectory], name: str, dtype: type) -> Tensor | None:
-    if not trajectories or not all(name in t.extra for t in trajectories):
+    spoke = [t for t in trajectories if t.num_sampled]
+    if not spoke or not all(name in t.extra for t in spoke):
         return None
-    return torch.from_numpy(
-        np.concatenate([t.extra[name][t.sampled].astype(dtype) for t in trajectories])
-    )
+    return torch.from_numpy(np.concatenate([t.extra[name][t.sampled].astype(dtype) for t in spoke]))
 
 
 def _reals(values: Sequence[float | None]) -> Tensor:

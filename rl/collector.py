@@ -1,15 +1,18 @@
 """Which groups train: draws tasks until an optimizer batch is full, within the algorithm's cap."""
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from turngym.agents.rollout import RolloutEngine
+from turngym.errors import ConfigError, EngineError
 from turngym.rl.algorithm import BoundAlgorithm
-from turngym.rl.filters import PassRates, keep_groups, retired, wants_more
+from turngym.rl.filters import PassRates, keep_groups, priorities, retired, wants_more
 from turngym.rl.parallel import Ranks
+from turngym.rl.replay import ReplayBuffer, join
 from turngym.rl.stream import TaskStream
-from turngym.types import Group
+from turngym.types import Group, Trajectory
 
 __all__ = ["Collected", "Collector"]
 
@@ -22,13 +25,16 @@ class Collected:
     """One rollout batch."""
 
     groups: list[Group]
-    """Those that train; at least one."""
+    """Those that train, with what joined them; at least one."""
 
     sampled: list[Group]
     """All that were rolled out."""
 
     batches: int
     """Generation batches drawn."""
+
+    greedy: Mapping[str, Trajectory] = field(default_factory=dict)
+    """One greedy episode by group id, where the algorithm needs it as a baseline."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -44,6 +50,10 @@ class Collector:
         stream: which task comes next.
         bound: the algorithm.
         prompts: groups wanted.
+        greedy: plays one greedy episode a task (ReMax); never trained on.
+        demos: has the expert play each task (LUFFY).
+        replay: successes to join to groups (RLEP), where `selection.replay` asks for them.
+        curriculum: tasks looked at for each one taken, see `priorities`; 1 = every task in turn.
         ranks: the processes that train together; each rolls out its share.
     """
 
@@ -54,13 +64,29 @@ class Collector:
         bound: BoundAlgorithm,
         *,
         prompts: int,
+        greedy: RolloutEngine | None = None,
+        demos: RolloutEngine | None = None,
+        replay: ReplayBuffer | None = None,
+        curriculum: int = 1,
         ranks: Ranks | None = None,
     ) -> None:
+        selection = bound.algorithm.selection
+        if curriculum > 1 and selection.metric is None:
+            raise ConfigError(
+                "a curriculum needs pass rates; set algorithm.selection.metric to the reward that "
+                "says right or wrong"
+            )
+        if selection.replay and replay is None:
+            replay = ReplayBuffer()
         self.engine = engine
         self.stream = stream
         self.bound = bound
         self.prompts = prompts
         self.rates = PassRates({}, {})
+        self.replay = replay
+        self._greedy = greedy
+        self._demos = demos
+        self._curriculum = curriculum
         self._ranks = ranks or Ranks()
 
     def collect(self) -> Collected:
@@ -79,17 +105,54 @@ class Collector:
             chosen = keep_groups(self.bound, fresh)
             kept += [group for group, keep in zip(fresh, chosen, strict=True) if keep]
             self._note(fresh)
-        groups = kept[: self.prompts] or sampled[-self.prompts :]
+        chosen_groups = kept[: self.prompts] or sampled[-self.prompts :]
+        greedy = self._alongside(self._greedy, chosen_groups)
+        if self._greedy is not None:
+            chosen_groups = [group for group in chosen_groups if group.id in greedy]
+            if not chosen_groups:
+                raise EngineError("no greedy episode could be played; see the warnings above")
+        groups = self._join(chosen_groups)
+        if self.replay is not None:
+            for trajectory in (one for group in sampled for one in group.trajectories):
+                self.replay.add(self.bound, trajectory)
         return Collected(
             groups=groups,
             sampled=sampled,
             batches=batches,
+            greedy={name: group.trajectories[0] for name, group in greedy.items()},
             metrics={
                 "rollout/batches": batches,
                 "rollout/kept_groups_frac": len(kept) / len(sampled),
                 "rollout/retired_tasks": len(self._retired()),
+                "rollout/joined": sum(len(g.trajectories) for g in groups)
+                - sum(len(g.trajectories) for g in chosen_groups),
             },
         )
+
+    def _alongside(self, engine: RolloutEngine | None, groups: Sequence[Group]) -> dict[str, Group]:
+        """Have another engine play the groups' tasks from the same states; by group id.
+
+        A task it could not play is missing.
+        """
+        if engine is None:
+            return {}
+        mine = [group.ordinal for group in self._ranks.share(groups)]
+        found = self._ranks.gather(engine.run(mine))
+        wanted = {group.id for group in groups}
+        return {group.id: group for group in found if group.id in wanted}
+
+    def _join(self, groups: Sequence[Group]) -> list[Group]:
+        """Add demonstrations and replayed successes to the groups that train."""
+        demos = self._alongside(self._demos, groups)
+        count = self.bound.algorithm.selection.replay
+        joined = []
+        for group in groups:
+            more = [*demos[group.id].trajectories] if group.id in demos else []
+            if self.replay is not None:
+                rng = random.Random(f"{self.stream.seed}/{group.id}")
+                more += self.replay.draw(group, count, rng)
+            joined.append(join(group, more))
+        return joined
 
     def refill(self) -> int:
         """Ordinal of the task that replaces a dropped group; no two processes draw the same."""
@@ -103,17 +166,27 @@ class Collector:
 
     def _ordinals(self, count: int) -> list[int]:
         gone = self._retired()
-        chosen: list[int] = []
-        for _ in range(count):
-            for _ in range(_RETIRED_TRIES):
-                (ordinal,) = self.stream.take(1)
-                if not gone or self.engine.source.task(ordinal).id not in gone:
-                    break
-            chosen.append(ordinal)
-        return chosen
+        candidates = [self._next_ordinal(gone) for _ in range(count * self._curriculum)]
+        if self._curriculum == 1:
+            return candidates
+        tasks = [self.engine.source.task(ordinal).id for ordinal in candidates]
+        weights = priorities(tasks, self.rates.rates())
+        rng = random.Random(f"{self.stream.seed}/{self.stream.position}")
+        # Weighted sampling without replacement (Efraimidis and Spirakis 2006).
+        keys = [rng.random() ** (1 / weight) for weight in weights]
+        best = sorted(range(len(keys)), key=keys.__getitem__, reverse=True)[:count]
+        return [candidates[place] for place in sorted(best)]
+
+    def _next_ordinal(self, gone: set[str]) -> int:
+        for _ in range(_RETIRED_TRIES):
+            (ordinal,) = self.stream.take(1)
+            if not gone or self.engine.source.task(ordinal).id not in gone:
+                break
+        return ordinal
 
     def _note(self, groups: Sequence[Group]) -> None:
-        if self.bound.algorithm.selection.retire_pass_rate is not None:
+        retires = self.bound.algorithm.selection.retire_pass_rate is not None
+        if retires or self._curriculum > 1:
             for group in groups:
                 self.rates = self.rates.updated(self.bound, group)
 

@@ -1,15 +1,26 @@
 """What a training run is made of: frozen dataclasses without torch (`--help` must be fast)."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from turngym.agents.config import RolloutConfig
 from turngym.errors import ConfigError
 from turngym.rl.algorithm import Algorithm
 from turngym.rl.presets import preset
 
-__all__ = ["EvalSchedule", "ModelConfig", "OptimConfig", "SftConfig", "TrainConfig"]
+__all__ = [
+    "CriticConfig",
+    "EvalSchedule",
+    "ModelConfig",
+    "OptimConfig",
+    "SftConfig",
+    "Stages",
+    "TrainConfig",
+]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +85,54 @@ class OptimConfig:
                 raise ConfigError(f"optim.{name} must be at least 1, got {value}")
         if not 0 <= self.decay_from < 1:
             raise ConfigError(f"optim.decay_from must lie in [0, 1), got {self.decay_from}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticConfig:
+    """The critic of algorithms that have one; `optim` holds for what is not said here.
+
+    How many steps it takes, and how many before the policy moves, is the algorithm's matter
+    (`ValueLoss`).
+    """
+
+    path: str | None = None
+    """Folder or hub id of the model that becomes the critic; None = a copy of the policy."""
+
+    lr: float | None = None
+    """Learning rate; None = five times the policy's, as in Open-Reasoner-Zero."""
+
+    matrix_lr: float | None = None
+    """Learning rate of Muon; None = the policy's."""
+
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "matrix_lr"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise ConfigError(f"critic.{name} must be finite and >= 0, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """Settings that change while a run goes on: (rollout batch, value from there on), in order."""
+
+    temperature: tuple[tuple[int, float], ...] = ()
+    max_tokens: tuple[tuple[int, int], ...] = ()
+    """Of `rollout.max_tokens`: short completions first."""
+
+    max_context: tuple[tuple[int, int], ...] = ()
+    """Of `rollout.max_context`."""
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "max_tokens", "max_context"):
+            stages = getattr(self, name)
+            starts = [start for start, _ in stages]
+            if starts != sorted(set(starts)) or min(starts, default=0) < 0:
+                raise ConfigError(f"stages.{name} must begin later and later, got {starts}")
+            for _, value in stages:
+                if not 0 < value < float("inf"):
+                    raise ConfigError(f"stages.{name} must be positive and finite, got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +205,17 @@ class TrainConfig:
     temperature: float = 1.0
     """At which the policy samples while it trains."""
 
+    stages: Stages = field(default_factory=Stages)
+    curriculum: int = 1
+    """Tasks looked at for each one taken: of those, tasks solved half of the time so far are the
+    likeliest. 1 = every task in turn."""
+
+    topk: int = 8
+    """Most likely tokens the sampler records with each one, for algorithms that compare them."""
+
+    experience: Path | None = None
+    """Run folder whose stored successes may be replayed from the start (RLEP)."""
+
     deterministic: bool = False
     """Bit-equal runs and resumes (float32 on a CPU, one thread)."""
 
@@ -172,11 +242,12 @@ class TrainConfig:
     algorithm: Algorithm = field(default_factory=lambda: preset("grpo"))
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     eval: EvalSchedule = field(default_factory=EvalSchedule)
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "keep_checkpoints"):
+        for name in ("prompts", "keep_checkpoints", "curriculum", "topk"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         for name in ("steps", "save_every", "store_trajectories"):
@@ -186,7 +257,39 @@ class TrainConfig:
             raise ConfigError(
                 f"temperature must be positive and finite while training, got {self.temperature}"
             )
+        for start, _ in (*self.stages.max_tokens, *self.stages.max_context):
+            self._rollout_at(start)  # refused now, not when the stage begins
         if self.deterministic and self.model.dtype != "float32":
             raise ConfigError(
                 f"deterministic runs need model.dtype='float32', got {self.model.dtype!r}"
             )
+
+    def at(self, batch: int) -> "TrainConfig":
+        """Return the settings in force for a rollout batch (from 0), see `Stages`."""
+        temperature = _staged(self.temperature, self.stages.temperature, batch)
+        return replace(self, temperature=temperature, rollout=self._rollout_at(batch))
+
+    def _rollout_at(self, batch: int) -> RolloutConfig:
+        return replace(
+            self.rollout,
+            max_tokens=_staged(self.rollout.max_tokens, self.stages.max_tokens, batch),
+            max_context=_staged(self.rollout.max_context, self.stages.max_context, batch),
+        )
+
+    @property
+    def most_tokens(self) -> int:
+        """Largest number of tokens of one completion in the whole run."""
+        return max([self.rollout.most_tokens, *(value for _, value in self.stages.max_tokens)])
+
+    @property
+    def most_context(self) -> int | None:
+        """Largest context of the whole run; None = what the policy allows."""
+        stages = [value for _, value in self.stages.max_context]
+        own = self.rollout.max_context
+        if own is None:
+            return None if not stages or self.stages.max_context[0][0] > 0 else max(stages)
+        return max([own, *stages])
+
+
+def _staged(value: T, stages: Sequence[tuple[int, T]], batch: int) -> T:
+    return next((later for start, later in reversed(stages) if batch >= start), value)

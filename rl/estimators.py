@@ -124,6 +124,8 @@ class PassAtK(Estimator):
     """Advantages for pass@k: Chen et al. (arXiv:2508.10751) or PKPO (arXiv:2505.15201)."""
 
     kind: Literal["chen", "sloo", "sloo_minus_one"] = "chen"
+    """`chen` reads the metric, right or wrong, where the run has one; PKPO reads the return."""
+
     k: int = 2
     eps: float = 1e-6
 

@@ -22,10 +22,12 @@ from turngym.types import Group, Trajectory
 __all__ = [
     "PassRates",
     "adaptive_k",
+    "correct_rows",
     "group_metric",
     "keep_group",
     "keep_groups",
     "keep_members",
+    "metric_of",
     "priorities",
     "retired",
     "wants_more",
@@ -61,16 +63,33 @@ def keep_group(
 
 def group_metric(bound: BoundAlgorithm, group: Group) -> list[float | None]:
     """Return the metric of each member: an outcome, or the sum of a turn component."""
+    return [metric_of(bound, trajectory) for trajectory in group.trajectories]
+
+
+def metric_of(bound: BoundAlgorithm, trajectory: Trajectory) -> float | None:
+    """Return a trajectory's metric, None where it abstained.
+
+    Raises:
+        ConfigError: no metric tells right from wrong.
+    """
     name = bound.algorithm.selection.metric
     if name is None:
         raise ConfigError("no metric tells right from wrong; set selection.metric")
-    return [_value(trajectory, name) for trajectory in group.trajectories]
-
-
-def _value(trajectory: Trajectory, name: str) -> float | None:
     found = [trajectory.rewards.get(name), *(turn.rewards.get(name) for turn in trajectory.turns)]
     known = [value for value in found if value is not None]
     return sum(known) if known else None
+
+
+def correct_rows(bound: BoundAlgorithm, batch: Batch) -> Tensor:
+    """Rows whose metric says right, (B,) bool."""
+    selection = bound.algorithm.selection
+    metric = selection.metric
+    if metric is None:
+        raise ConfigError("no metric tells right from wrong; set selection.metric")
+    values = batch.rewards.get(metric)
+    if values is None:
+        values = batch.turn_rewards[metric].nansum(-1)
+    return values >= selection.correct_at
 
 
 def keep_groups(bound: BoundAlgorithm, groups: Sequence[Group]) -> list[bool]:

@@ -8,31 +8,36 @@ changes nothing.
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from turngym.agents.model import policy_logprobs
 from turngym.rl.algorithm import BoundAlgorithm
+from turngym.rl.axes import NegativeEntropy
 from turngym.rl.batch import Batch, Context
 from turngym.rl.config import OptimConfig
+from turngym.rl.critic import Critic
 from turngym.rl.metrics import Metric, merge
 from turngym.rl.micro import micro_batches
+from turngym.rl.mismatch import joined, mismatch, staleness
 from turngym.rl.objectives import objective
 from turngym.rl.optim import Optimizers
 from turngym.rl.parallel import Ranks
 from turngym.rl.plan import Credit, Plan, assign, plan
-from turngym.rl.regularizers import adapt
+from turngym.rl.reference import Reference
+from turngym.rl.regularizers import adapt, kl_penalty
+from turngym.rl.scorer import Column, Scorer
 from turngym.rl.state import AlgorithmState
+from turngym.rl.terms import KL, ValueLoss
 from turngym.types import Group, Trajectory
 
 __all__ = ["Learner"]
 
-Reference = Callable[[], AbstractContextManager[Any]]
+Scored = list[tuple[Tensor, Tensor]]
+"""Flat indices and detached log-probabilities, pass by pass."""
 
 
 class Learner:
@@ -45,8 +50,8 @@ class Learner:
         total_steps: optimizer steps of the whole run, for the schedule.
         temperature: at which the policy samples; every log-probability is taken at it.
         seed: of the split into optimizer steps.
-        reference: returns a context in which the model it yields is the reference policy; None =
-            there is none.
+        reference: the policy that KL terms and DPO compare with, where the algorithm has any.
+        critic: where the algorithm reads values.
         ranks: the processes that train together.
     """
 
@@ -60,18 +65,29 @@ class Learner:
         temperature: float = 1.0,
         seed: int = 0,
         reference: Reference | None = None,
+        critic: Critic | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.model = model
         self.bound = bound
         self.config = config
-        self.temperature = temperature
         self.state = AlgorithmState()
         self.version = 0
+        self.critic = critic
         self.optimizers = Optimizers(model, config, total_steps=total_steps)
         self._seed = seed
         self._reference = reference
         self._ranks = ranks or Ranks()
+        self._scorer = Scorer(config.micro_tokens, temperature, self._ranks)
+
+    @property
+    def temperature(self) -> float:
+        """At which the policy samples; set it before the batch that was sampled at another."""
+        return self._scorer.temperature
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        self._scorer.temperature = value
 
     def update(
         self, groups: Sequence[Group], *, greedy: Mapping[str, Trajectory] | None = None
@@ -89,24 +105,17 @@ class Learner:
             Batch.from_groups(groups, greedy=greedy, anchors=self.bound.needs_anchors)
         )
         credit = assign(self.bound, batch, self.state)
-        parts: list[Mapping[str, Metric]] = []
-        norms: list[float] = []
-        planned: Plan | None = None
-        for epoch in range(self.config.epochs):
-            step = self._deal(batch, epoch)
-            if not self.bound.needs_prepass:
-                planned = plan(self.bound, batch, step=step, credit=credit)
-            for number in range(int(step.max()) + 1):
-                rows = step == number
-                if self.bound.needs_prepass:
-                    batch, planned = self._plan_step(batch, credit, rows)
-                assert planned is not None
-                parts += self._accumulate(batch, planned, rows)
-                norms.append(self.optimizers.step())
-                self.version += 1
-        assert planned is not None
-        metrics = merge(self._ranks.gather(parts)) | {"train/grad_norm": max(norms)}
-        metrics["train/moving_rows"] = float(planned.moving_rows(batch).sum())
+        metrics = staleness(batch, self.version)
+        if self.critic is not None:
+            metrics |= self.critic.fit(self.bound, batch, credit, self._critic_steps(batch))
+        before = self.version
+        metrics |= _reward_kl(batch)
+        found, planned, first = self._improve(batch, credit)
+        metrics |= found
+        if batch.logp_old is not None:
+            metrics |= mismatch(batch, torch.arange(batch.num_tokens), batch.logp_old)
+        else:
+            metrics |= mismatch(batch, *joined(self._ranks.gather(first)))
         self.state = adapt(
             self.bound,
             planned.state,
@@ -114,46 +123,117 @@ class Learner:
             entropy=metrics.get("train/entropy"),
             count=batch.num_rows,
         )
-        return metrics
+        return metrics | self._reset_reference(before)
+
+    def _improve(self, batch: Batch, credit: Credit) -> tuple[dict[str, float], Plan, Scored]:
+        """Take all optimizer steps; return metrics, the last plan, the first step's scores."""
+        parts: list[Mapping[str, Metric]] = []
+        norms: list[float] = []
+        planned: Plan | None = None
+        first: Scored = []
+        for epoch in range(self.config.epochs):
+            step = self._deal(batch, self.config.minibatches, f"{epoch}")
+            if not self.bound.needs_prepass:
+                planned = plan(self.bound, batch, step=step, credit=credit)
+            for number in range(int(step.max()) + 1):
+                rows = step == number
+                if self.bound.needs_prepass:
+                    batch, planned = self._plan_step(batch, credit, rows)
+                assert planned is not None
+                scored: Scored = []
+                parts += self._accumulate(batch, planned, rows, scored)
+                first = first if norms else scored
+                norms.append(self.optimizers.step())
+                self.version += 1
+        assert planned is not None
+        metrics = merge(self._ranks.gather(parts))
+        metrics["train/grad_norm"] = max(norms)
+        metrics["train/moving_rows"] = float(planned.moving_rows(batch).sum())
+        return metrics, planned, first
+
+    def pretrain_critic(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Fit the critic to the returns of a generation batch; the policy stays as it is."""
+        if self.critic is None:
+            return {}
+        batch = self._annotate(Batch.from_groups(groups))
+        return self.critic.pretrain(self.bound, batch, self._critic_steps(batch))
+
+    @property
+    def pretraining_left(self) -> int:
+        """Critic steps to take before the policy may move."""
+        term = self.bound.algorithm.term(ValueLoss)
+        if self.critic is None or term is None:
+            return 0
+        return max(0, term.pretrain_steps - self.critic.steps)
+
+    def _critic_steps(self, batch: Batch) -> Iterator[Tensor]:
+        """The critic takes `ValueLoss.updates` steps for each of the policy's, on the same rows."""
+        term = self.bound.algorithm.term(ValueLoss) or ValueLoss()
+        assert self.critic is not None
+        for epoch in range(self.config.epochs):
+            name = f"critic/{self.critic.steps}/{epoch}"
+            yield self._deal(batch, self.config.minibatches * term.updates, name)
+
+    def _reset_reference(self, before: int) -> dict[str, float]:
+        """Make the policy the reference when a multiple of `KL.reset_steps` was reached."""
+        kl = self.bound.algorithm.term(KL)
+        if kl is None or kl.reset_steps is None or self._reference is None:
+            return {}
+        is_due = self.version // kl.reset_steps > before // kl.reset_steps
+        if is_due:
+            self._reference.reset()
+            self.optimizers.reset()
+        return {"train/reference_reset": float(is_due)}
 
     def _plan_step(self, batch: Batch, credit: Credit, rows: Tensor) -> tuple[Batch, Plan]:
         """Take statistics of the current policy over one optimizer batch, then plan it."""
         contexts = [i for i, context in enumerate(batch.contexts) if rows[context.row]]
-        logp, entropy = self._score(batch, contexts, with_entropy=self.bound.needs_batch_entropy)
-        batch = replace(batch, logp_current=logp, entropy=entropy)
+        names: tuple[Column, ...] = ("logp", "entropy")
+        names = names if self.bound.needs_batch_entropy else names[:1]
+        found = self._scorer.columns(self.model, batch, contexts, *names)
+        batch = replace(batch, logp_current=found["logp"], entropy=found.get("entropy"))
         step = torch.where(rows, 0, -1)
         return batch, plan(self.bound, batch, step=step, credit=credit)
 
-    def _deal(self, batch: Batch, epoch: int) -> Tensor:
+    def _deal(self, batch: Batch, parts: int, name: str) -> Tensor:
         """Deal whole groups to optimizer steps; rows when there are fewer groups than steps."""
-        rng = random.Random(f"{self._seed}/{self.state.step}/{epoch}")
-        by_group = batch.num_groups >= self.config.minibatches
+        rng = random.Random(f"{self._seed}/{self.state.step}/{name}")
+        by_group = batch.num_groups >= parts or self.bound.unit == "group"
         count = batch.num_groups if by_group else batch.num_rows
         order = list(range(count))
         rng.shuffle(order)
-        steps = min(self.config.minibatches, count)
+        steps = min(parts, count)
         of_unit = torch.empty(count, dtype=torch.int64)
         of_unit[order] = torch.arange(count) * steps // count
         return of_unit[batch.group] if by_group else of_unit
 
-    def _accumulate(self, batch: Batch, planned: Plan, rows: Tensor) -> list[Mapping[str, Metric]]:
+    def _accumulate(
+        self, batch: Batch, planned: Plan, rows: Tensor, scored: Scored
+    ) -> list[Mapping[str, Metric]]:
         moving = rows & planned.moving_rows(batch)
         chosen = [i for i, context in enumerate(batch.contexts) if moving[context.row]]
         parts: list[Mapping[str, Metric]] = []
         for part in self._ranks.share(self._passes(batch, chosen)):
             index = batch.tokens_of(part)
-            scored = policy_logprobs(
+            found = self._scorer.forward(
                 self.model,
-                [batch.contexts[i].ids for i in part],
-                [batch.contexts[i].positions for i in part],
-                temperature=self.temperature,
+                batch,
+                part,
                 with_entropy=self.bound.needs_entropy,
+                topk_ids=_topk_ids(self.bound, batch, index),
             )
             loss, metrics = objective(
-                self.bound, batch, planned, index, scored.logp, entropy=scored.entropy
+                self.bound,
+                batch,
+                planned,
+                index,
+                found.logp,
+                entropy=found.entropy,
+                topk_logp=found.topk,
             )
             loss.backward()  # type: ignore[no-untyped-call]
             parts.append(metrics)
+            scored.append((index, found.logp.detach().cpu()))
         self._ranks.sum_gradients(self.optimizers.parameters)
         return parts
 
@@ -166,49 +246,37 @@ class Learner:
         limit = self.config.micro_tokens
         return micro_batches(batch.contexts, chosen, max_tokens=limit, whole=whole)
 
-    @torch.no_grad()
-    def _score(
-        self, batch: Batch, chosen: Sequence[int], *, model: Any = None, with_entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Score the sampled tokens of some contexts; tokens of the others stay 0."""
-        logp = torch.zeros(batch.num_tokens, dtype=batch.dtype)
-        entropy = torch.zeros_like(logp) if with_entropy else None
-        limit = self.config.micro_tokens
-        for part in self._ranks.share(micro_batches(batch.contexts, chosen, max_tokens=limit)):
-            index = batch.tokens_of(part)
-            scored = policy_logprobs(
-                self.model if model is None else model,
-                [batch.contexts[i].ids for i in part],
-                [batch.contexts[i].positions for i in part],
-                temperature=self.temperature,
-                with_entropy=with_entropy,
-            )
-            logp[index] = scored.logp.to(logp)
-            if entropy is not None and scored.entropy is not None:
-                entropy[index] = scored.entropy.to(logp)
-        return self._ranks.sum(logp), None if entropy is None else self._ranks.sum(entropy)
-
     def _annotate(self, batch: Batch) -> Batch:
-        """Add the columns that the algorithm reads, each by one pass without gradient."""
+        """Add the columns that the algorithm reads, all in one pass without gradient a model."""
         everything = range(len(batch.contexts))
         bound = self.bound
-        if bound.needs_old_logp or (bound.needs_batch_entropy and not bound.needs_prepass):
-            logp, entropy = self._score(batch, everything, with_entropy=bound.needs_batch_entropy)
-            batch = replace(batch, logp_old=logp, entropy=entropy)
+        names: list[Column] = ["logp"] if bound.needs_old_logp else []
+        if any(isinstance(item, NegativeEntropy) for item in bound.algorithm.reward.shaping):
+            names.append("entropy")
+        if bound.needs_certainty:
+            names.append("certainty")
+        if names:
+            found = self._scorer.columns(self.model, batch, everything, *names)
+            batch = replace(
+                batch,
+                logp_old=found.get("logp"),
+                entropy=found.get("entropy"),
+                certainty=found.get("certainty"),
+            )
         if bound.needs_ref and self._reference is not None:
-            with self._reference() as model:
-                reference, _ = self._score(batch, everything, model=model)
-            batch = replace(batch, logp_ref=reference)
-        return batch
+            with self._reference.active() as model:
+                reference = self._scorer.columns(model, batch, everything, "logp")
+            batch = replace(batch, logp_ref=reference["logp"])
+        return batch if self.critic is None else self.critic.annotate(bound, batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything besides the weights that a bit-equal resume needs."""
-        from dataclasses import asdict
-
+        """Everything besides the policy's weights that a bit-equal resume needs."""
         return {
             "optimizers": self.optimizers.state_dict(),
             "state": asdict(self.state),
             "version": self.version,
+            "reference": {} if self._reference is None else self._reference.state_dict(),
+            "critic": None if self.critic is None else self.critic.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -216,3 +284,19 @@ class Learner:
         self.optimizers.load_state_dict(state["optimizers"])
         self.state = AlgorithmState(**state["state"])
         self.version = state["version"]
+        if self._reference is not None:
+            self._reference.load_state_dict(state["reference"])
+        if self.critic is not None:
+            self.critic.load_state_dict(state["critic"])
+
+
+def _reward_kl(batch: Batch) -> dict[str, float]:
+    """Mean k3 estimate of KL(old || reference) a token, where the reward holds the penalty."""
+    if batch.logp_ref is None or batch.logp_old is None:
+        return {}
+    penalty = kl_penalty(batch.logp_old - batch.logp_ref, "k3")
+    return {"train/kl": float(penalty[batch.trainable].mean())}
+
+
+def _topk_ids(bound: BoundAlgorithm, batch: Batch, index: Tensor) -> Tensor | None:
+    return batch.topk_ids[index] if bound.needs_topk and batch.topk_ids is not None else None

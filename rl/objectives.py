@@ -76,6 +76,9 @@ def objective(
     for name, term in _extra_terms(bound, batch, plan, index, tokens, entropy).items():
         loss = loss + term.sum()
         metrics[f"loss/{name}"] = part_of_sum(term.sum())
+    if bound.algorithm.term(KL) is not None and plan.kl_coef is not None:
+        distance = tokens.logp.detach() - _reference(batch, index, tokens)
+        metrics["train/kl"] = mean_of(kl_penalty(distance, "k3"), tokens.mask)
     if entropy is not None:
         metrics["train/entropy"] = mean_of(entropy, tokens.mask)
     if bound.algorithm.term(KL) is not None and batch.logp_ref is not None:
@@ -173,10 +176,7 @@ def _extra_terms(
     terms: dict[str, Tensor] = {}
     kl = bound.algorithm.term(KL)
     if kl is not None and plan.kl_coef is not None:
-        if batch.logp_ref is None:
-            raise TrajectoryError("KL in the loss reads logp_ref; add it to the batch")
-        reference = torch.where(tokens.mask, _take(batch.logp_ref, index, logp), 0.0)
-        penalty = kl_penalty(logp - reference, kl.estimator)
+        penalty = kl_penalty(logp - _reference(batch, index, tokens), kl.estimator)
         if kl.ratio_corrected:
             ratio = (logp - tokens.anchor).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
             penalty = penalty * ratio
@@ -192,6 +192,13 @@ def _extra_terms(
         drift = (logp - tokens.anchor).abs()
         terms["kl_cov"] = _take(plan.drift_weight, index, logp) * drift
     return terms
+
+
+def _reference(batch: Batch, index: Tensor, tokens: Tokens) -> Tensor:
+    """Log-probabilities of the reference, 0 outside the mask, (n,)."""
+    if batch.logp_ref is None:
+        raise TrajectoryError("KL in the loss reads logp_ref; add it to the batch")
+    return torch.where(tokens.mask, _take(batch.logp_ref, index, tokens.logp), 0.0)
 
 
 def _diagnose(tokens: Tokens, found: Surrogate, weight: Tensor) -> dict[str, Metric]:
@@ -237,6 +244,7 @@ def value_objective(
 def _check_whole(bound: BoundAlgorithm, batch: Batch, plan: Plan, index: Tensor) -> None:
     if bound.unit == "token":
         return
+    index = index.to(batch.row.device)
     found = lengths_of(batch.row[index], batch.num_rows)
     split = (found > 0) & (found < batch.rows.lengths)
     if plan.pairs is not None:

@@ -70,8 +70,9 @@ class Ranks:
         """Return the sum over all processes."""
         if self.world == 1:
             return tensor
-        total: Tensor = self._accelerator.reduce(tensor, reduction="sum")
-        return total
+        here = tensor.to(self._accelerator.device)
+        total: Tensor = self._accelerator.reduce(here, reduction="sum")
+        return total.to(tensor.device)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace every gradient by its sum over all processes; a missing one counts as 0."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from turngym.errors import ConfigError
 from turngym.rl.credit import Case, Estimate, estimate, paint
 from turngym.rl.estimators import PassAtK
+from turngym.rl.filters import correct_rows
 from turngym.rl.segments import TINY
 
 __all__ = ["chen", "pkpo", "pkpo_rewards"]
@@ -116,6 +117,8 @@ def chen(rewards: Reals, k: int, *, eps: float = 1e-6) -> Reals:
 def _(estimator: PassAtK, case: Case) -> Estimate:
     batch, live = case.batch, case.returns.live
     total = case.returns.filled(batch.group, batch.num_groups).sum(-1).numpy()
+    if estimator.kind == "chen" and case.bound.algorithm.selection.metric is not None:
+        total = correct_rows(case.bound, batch).double().numpy()
     rows = live.nonzero().squeeze(-1).numpy()
     rows = rows[np.argsort(batch.group.numpy()[rows], kind="stable")]
     sizes = np.bincount(batch.group.numpy()[rows], minlength=batch.num_groups)

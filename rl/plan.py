@@ -16,13 +16,13 @@ import turngym.rl.passk
 import turngym.rl.preference
 import turngym.rl.trees
 import turngym.rl.turn_credit  # noqa: F401 - the estimators register themselves
-from turngym.errors import ConfigError, TrajectoryError
+from turngym.errors import TrajectoryError
 from turngym.rl.aggregate import aggregate_weights
 from turngym.rl.algorithm import BoundAlgorithm
 from turngym.rl.batch import Batch
 from turngym.rl.corrections import behavior_weight
 from turngym.rl.credit import Case, Estimate, estimate
-from turngym.rl.filters import keep_members, seen_difficulties
+from turngym.rl.filters import correct_rows, keep_members, seen_difficulties
 from turngym.rl.masks import combine_factors, covariance, row_filter, top_tokens
 from turngym.rl.returns import returns_of
 from turngym.rl.segments import lengths_of, segment_sum
@@ -236,18 +236,6 @@ def _weigh_step(
             raise TrajectoryError("KLCov reads logp_current; make the plan after a pre-pass")
         cov = covariance(credit.advantage, batch.logp_current, mask)
         columns.drift += torch.where(top_tokens(cov, mask, drift.frac), drift.coef * weight, 0.0)
-
-
-def correct_rows(bound: BoundAlgorithm, batch: Batch) -> Tensor:
-    """Rows whose metric says right, (B,) bool."""
-    selection = bound.algorithm.selection
-    metric = selection.metric
-    if metric is None:
-        raise ConfigError("no metric tells right from wrong; set selection.metric")
-    values = batch.rewards.get(metric)
-    if values is None:
-        values = batch.turn_rewards[metric].nansum(-1)
-    return values >= selection.correct_at
 
 
 def _coef(default: float, adapted: float | None) -> float:

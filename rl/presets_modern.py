@@ -216,6 +216,7 @@ PASSK_GRPO = Algorithm(
     name="passk_grpo",
     paper="arXiv:2508.10751",
     formula="token mean of -min(rho A, clip(rho) A); A = closed form of pass@k in the group",
+    deviations=("a pass is what selection.metric says; other components do not count",),
     advantage=PassAtK(kind="chen", k=4),
     trust_region=Clip(),
     aggregate=TOKEN_MEAN,

@@ -4,25 +4,24 @@ model -> cold start -> evaluation -> reinforcement learning -> evaluation -> sav
 """
 
 import contextlib
-import copy
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from turngym.agents.base import Sampling
 from turngym.agents.evaluation import evaluate
+from turngym.agents.head import vocab_size
 from turngym.agents.hf_policy import HFPolicy
-from turngym.agents.model import adapters_disabled, attach_lora, load_model, vocab_size
+from turngym.agents.model import attach_lora, load_model
 from turngym.agents.renderer import Renderer
 from turngym.agents.rollout import DemoAgent, EnvSource, RolloutEngine, TokenAgent
 from turngym.agents.seeds import derive
-from turngym.agents.summary import Report
+from turngym.agents.store import TrajectoryStore
 from turngym.agents.tiny import build_tiny_agent
 from turngym.config import dump
 from turngym.errors import CheckpointError, ConfigError
@@ -30,41 +29,22 @@ from turngym.rl.algorithm import BoundAlgorithm, RunFacts
 from turngym.rl.checkpoint import Checkpoint, latest, load_weights, saving
 from turngym.rl.collector import Collector
 from turngym.rl.config import TrainConfig
+from turngym.rl.critic import Critic, ValueModel, critic_optim
+from turngym.rl.engines import Engines
 from turngym.rl.learner import Learner
+from turngym.rl.observer import Observer, Quiet
 from turngym.rl.parallel import Ranks
+from turngym.rl.reference import AdaptersOff, FrozenCopy, Reference
+from turngym.rl.replay import ReplayBuffer
 from turngym.rl.sft import cold_start
 from turngym.rl.stream import TaskStream
 from turngym.rl.trainer import Trainer
 from turngym.rl.weights import Canary
 from turngym.tracking import Many, Tracker, make_tracker, write_json
 
-__all__ = ["Observer", "Quiet", "TrainSession", "train"]
+__all__ = ["TrainSession", "train"]
 
 logger = logging.getLogger(__name__)
-
-
-class Observer(Protocol):
-    """Follows a run; every method must return soon."""
-
-    def stage(self, name: str, total: int) -> AbstractContextManager[Callable[..., None]]:
-        """Begin a stage of `total` items; yields `advance(done, note="")`."""
-        ...
-
-    def evaluated(self, name: str, report: Report) -> None:
-        """Take the numbers of an evaluation."""
-        ...
-
-
-class Quiet:
-    """An observer that shows nothing."""
-
-    @contextlib.contextmanager
-    def stage(self, name: str, total: int) -> Iterator[Callable[..., None]]:
-        """Follow nothing."""
-        yield lambda done, note="": None
-
-    def evaluated(self, name: str, report: Report) -> None:
-        """Show nothing; `evaluations/` in the run folder holds the numbers."""
 
 
 def train(
@@ -155,17 +135,29 @@ class TrainSession:
                 self._start_cold(model, tokenizer, renderer)
             self._ranks.wait()
             model, tokenizer = self._load(started=True)
-        model, reference = self._ready(model, bound)
+        model, reference, critic = self._ready(model, bound)
         policy = self._stack.enter_context(
             HFPolicy(
                 model,
                 max_rows=config.rollout.concurrency,
-                max_context=config.rollout.max_context,
+                max_context=config.most_context,
                 deterministic=config.deterministic,
                 threads=config.threads,
+                topk=config.topk if bound.needs_topk else 0,
             )
         )
-        trainer = self._assemble(model, tokenizer, renderer, source, bound, policy, reference)
+        learner = Learner(
+            model,
+            bound,
+            config.optim,
+            total_steps=config.steps * config.optim.minibatches * config.optim.epochs,
+            temperature=config.temperature,
+            seed=config.seed,
+            reference=reference,
+            critic=critic,
+            ranks=self._ranks,
+        )
+        trainer = self._assemble(learner, tokenizer, renderer, source, policy)
         main = self._ranks.is_main
         if config.eval.before and self._checkpoint is None and main:
             self._evaluate(renderer, policy, "before")
@@ -178,6 +170,8 @@ class TrainSession:
         with saving(config.run / "model"):
             model.save_pretrained(config.run / "model")
             tokenizer.save_pretrained(config.run / "model")
+            if critic is not None:
+                critic.model.save(config.run / "critic")
 
     def _load(self, *, started: bool = False) -> tuple[Any, Any]:
         """Load the model that RL starts from, or (before the cold start) the one named."""
@@ -236,18 +230,25 @@ class TrainSession:
 
     def _ready(
         self, model: Any, bound: BoundAlgorithm
-    ) -> tuple[Any, Callable[[], AbstractContextManager[Any]] | None]:
-        """Attach adapters, keep a reference where one is needed, take the checkpoint's weights."""
-        reference: Callable[[], AbstractContextManager[Any]] | None = None
-        if self.config.model.lora_rank:
+    ) -> tuple[Any, Reference | None, Critic | None]:
+        """Attach adapters, keep a reference and a critic where they are needed.
+
+        The policy's weights are then those of the checkpoint, when there is one.
+        """
+        config = self.config
+        critic: Critic | None = None
+        if bound.needs_values:
+            value_model = ValueModel.beside(model, config.critic)
+            critic = Critic(value_model, critic_optim(config.critic, config.optim), self._ranks)
+        reference: Reference | None = None
+        if config.model.lora_rank:
             model = self._attach(model)
-            reference = lambda: _without_adapters(model)  # noqa: E731
+            reference = AdaptersOff(model)
         elif bound.needs_ref:
-            frozen = copy.deepcopy(model).requires_grad_(False)
-            reference = lambda: contextlib.nullcontext(frozen)  # noqa: E731
+            reference = FrozenCopy(model)
         if self._checkpoint is not None:
             load_weights(model, self._checkpoint.folder)
-        return model, reference
+        return model, reference, critic
 
     def _bind(self, source: EnvSource) -> BoundAlgorithm:
         config = self.config
@@ -255,45 +256,44 @@ class TrainSession:
         facts = RunFacts(
             rubric=source.reward_specs,
             group_size=config.rollout.group_size,
-            max_tokens=config.rollout.max_tokens * max_turns if max_turns else None,
+            max_tokens=config.most_tokens * max_turns if max_turns else None,
             updates=config.optim.minibatches * config.optim.epochs,
             has_reference=True,
+            has_critic=True,
+            topk=config.topk,
         )
         return config.algorithm.bind(facts)
 
     def _assemble(
         self,
-        model: Any,
+        learner: Learner,
         tokenizer: Any,
         renderer: Renderer,
         source: EnvSource,
-        bound: BoundAlgorithm,
         policy: HFPolicy,
-        reference: Callable[[], AbstractContextManager[Any]] | None,
     ) -> Trainer:
         config = self.config
-        renderer.check_vocab(vocab_size(model))
-        sampling = Sampling(temperature=config.temperature, max_tokens=config.rollout.max_tokens)
-        learner = Learner(
-            model,
-            bound,
-            config.optim,
-            total_steps=config.steps * config.optim.minibatches * config.optim.epochs,
-            temperature=config.temperature,
-            seed=config.seed,
-            reference=reference,
-            ranks=self._ranks,
-        )
-        stream = TaskStream(len(source.task_set), derive(config.seed, "tasks"))
-        engine = RolloutEngine(
-            source,
-            TokenAgent.factory(policy, renderer, sampling),
-            replace(config.rollout, deterministic=config.deterministic),
-            seed=config.seed,
+        renderer.check_vocab(vocab_size(learner.model))
+        engines = Engines(
+            config,
+            bound=learner.bound,
+            source=source,
+            renderer=renderer,
+            policy=policy,
             refill=lambda: collector.refill(),
         )
-        self._stack.enter_context(engine)
-        collector = Collector(engine, stream, bound, prompts=config.prompts, ranks=self._ranks)
+        self._stack.callback(engines.close)
+        collector = Collector(
+            engines.train,
+            TaskStream(len(source.task_set), derive(config.seed, "tasks")),
+            learner.bound,
+            prompts=config.prompts,
+            greedy=engines.greedy,
+            demos=engines.demos,
+            replay=self._experience(learner.bound),
+            curriculum=config.curriculum,
+            ranks=self._ranks,
+        )
         step = self._checkpoint.step + 1 if self._checkpoint else None
         tracker: Tracker = Many([])
         if self._ranks.is_main:
@@ -306,9 +306,12 @@ class TrainSession:
             config,
             learner=learner,
             policy=policy,
+            engines=engines,
             collector=collector,
             tokenizer=tokenizer,
-            canary=Canary(prompt.tolist(), sampling, tolerance=tolerance),
+            canary=Canary(
+                prompt.tolist(), Sampling(temperature=config.temperature), tolerance=tolerance
+            ),
             tracker=tracker,
             evaluate=lambda name, _: self._evaluate(renderer, policy, name),
             is_main=self._ranks.is_main,
@@ -316,6 +319,22 @@ class TrainSession:
         if self._checkpoint is not None:
             self.trainer.restore(self._checkpoint)
         return self.trainer
+
+    def _experience(self, bound: BoundAlgorithm) -> ReplayBuffer | None:
+        """Successes to replay: those of an earlier run, where one is named, come first."""
+        folder = self.config.experience
+        if not bound.algorithm.selection.replay:
+            if folder is not None:
+                raise ConfigError(
+                    f"experience={folder} is read by algorithms that replay; "
+                    f"{bound.algorithm.name} does not (selection.replay=0)"
+                )
+            return None
+        buffer = ReplayBuffer()
+        if folder is not None and self._checkpoint is None:
+            for trajectory in TrajectoryStore(folder / "trajectories"):
+                buffer.add(bound, trajectory)
+        return buffer
 
     def _evaluate(self, renderer: Renderer, policy: HFPolicy, name: str) -> None:
         config = self.config
@@ -338,12 +357,6 @@ class TrainSession:
             report = evaluate(engine, num_tasks=tasks, samples_per_task=config.eval.samples)
         write_json(config.run / "evaluations" / f"{name}.json", report.to_json())
         self._observer.evaluated(name, report)
-
-
-@contextlib.contextmanager
-def _without_adapters(model: Any) -> Iterator[Any]:
-    with adapters_disabled(model):
-        yield model
 
 
 def dump_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:

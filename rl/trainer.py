@@ -1,5 +1,6 @@
 """The training loop, blind to the algorithm.
 
+(critic alone, where the algorithm wants it first), then
 collect -> update -> sync -> canary -> log -> (save, evaluate)
 """
 
@@ -12,6 +13,7 @@ from turngym.agents.store import TrajectoryStore
 from turngym.rl.checkpoint import Checkpoint, save
 from turngym.rl.collector import Collected, Collector
 from turngym.rl.config import TrainConfig
+from turngym.rl.engines import Engines
 from turngym.rl.learner import Learner
 from turngym.rl.weights import Canary
 from turngym.tracking import Tracker
@@ -30,6 +32,7 @@ class Trainer:
         config: the run.
         learner: holds and improves the weights.
         policy: samples from them.
+        engines: roll out with it.
         collector: rolls out what trains.
         tokenizer: saved beside the weights.
         canary: checks every sync.
@@ -44,6 +47,7 @@ class Trainer:
         *,
         learner: Learner,
         policy: HFPolicy,
+        engines: Engines,
         collector: Collector,
         tokenizer: Any,
         canary: Canary,
@@ -61,6 +65,7 @@ class Trainer:
         self.stop_requested = False
         """Set it (from a signal handler, say) to end after the running step, with a checkpoint."""
 
+        self._engines = engines
         self._tokenizer = tokenizer
         self._canary = canary
         self._tracker = tracker
@@ -73,6 +78,9 @@ class Trainer:
         """Continue from a checkpoint whose weights are already in the model."""
         self.learner.load_state_dict(checkpoint.learner)
         self.collector.load_state_dict(checkpoint.state["collector"])
+        if self.collector.replay is not None:
+            for trajectory in checkpoint.replay:
+                self.collector.replay.put(trajectory)
         self.step = self._saved = checkpoint.step
         self.policy.set_version(self.learner.version)
 
@@ -88,6 +96,7 @@ class Trainer:
             CheckpointError: the run folder cannot be written.
         """
         every = self.config.eval.every
+        self._pretrain_critic()
         while self.step < self.config.steps and not self.stop_requested:
             metrics = self._train_one()
             self.step += 1
@@ -101,12 +110,25 @@ class Trainer:
         if self._saved != self.step:
             self.save()
 
+    def _pretrain_critic(self) -> None:
+        """Let the critic learn the returns of a policy that does not move yet (VAPO)."""
+        metrics: dict[str, float] = {}
+        while self.learner.pretraining_left and not self.stop_requested:
+            collected = self.collector.collect()
+            metrics = self.learner.pretrain_critic(collected.groups)
+        if metrics:
+            self._saved = -1
+            self._tracker.log(metrics, self.step)
+
     def _train_one(self) -> dict[str, float]:
         started = time.perf_counter()
+        now = self.config.at(self.step)
+        self._engines.use(now)
+        self.learner.temperature = now.temperature
         collected = self.collector.collect()
         sampled_at = time.perf_counter()
         self._keep(collected)
-        metrics = self.learner.update(collected.groups)
+        metrics = self.learner.update(collected.groups, greedy=collected.greedy)
         updated_at = time.perf_counter()
         self.policy.set_version(self.learner.version)
         gap = self._canary.check(self.policy, self.learner.model, version=self.learner.version)
@@ -142,6 +164,7 @@ class Trainer:
             tokenizer=self._tokenizer,
             learner=self.learner.state_dict(),
             state={"collector": self.collector.state_dict()},
+            replay=[] if self.collector.replay is None else list(self.collector.replay),
             keep=self.config.keep_checkpoints,
         )
 
@@ -164,6 +187,7 @@ def reward_metrics(groups: list[Group]) -> dict[str, float]:
     count = len(trajectories)
     return metrics | {
         "reward/mean": sum(totals) / count,
+        "rollout/episodes": count,
         "rollout/turns": sum(len(one.turns) for one in trajectories) / count,
         "rollout/sampled_tokens": sum(one.num_sampled for one in trajectories) / count,
         "rollout/truncated_frac": sum(one.truncated for one in trajectories) / count,

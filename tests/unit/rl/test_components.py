@@ -14,6 +14,7 @@ from turngym.rl.estimators import Pairs
 from turngym.rl.filters import (
     PassRates,
     adaptive_k,
+    correct_rows,
     keep_group,
     keep_groups,
     priorities,
@@ -25,12 +26,11 @@ from turngym.rl.masks import quantile, top_tokens
 from turngym.rl.metrics import largest, mean_of, merge, part_of_sum
 from turngym.rl.objectives import objective, value_objective
 from turngym.rl.padded import batch_from_padded
-from turngym.rl.plan import correct_rows, plan
+from turngym.rl.plan import plan
 from turngym.rl.preference import build_pairs
 from turngym.rl.presets import PRESETS
 from turngym.rl.regularizers import adapt, kl_penalty, next_entropy_coef, next_kl_coef, value_loss
-from turngym.rl.replay import ReplayBuffer
-from turngym.rl.schedules import Linear, Stages
+from turngym.rl.replay import ReplayBuffer, join
 from turngym.rl.state import AlgorithmState
 from turngym.rl.surrogates import Tokens, surrogate
 from turngym.rl.terms import KL, BehaviorCorrection, ClipCov, Entropy, OnlySpan
@@ -197,34 +197,26 @@ def test_replay_keeps_sampled_successes_and_joins_them(
     trajectory: Any, group: Any, run: RunFacts
 ) -> None:
     bound = PRESETS["rlep"].bind(run)
-    buffer = ReplayBuffer(per_task=2)
+    buffer = ReplayBuffer(per_task=2, tasks=2)
     right, wrong = trajectory((1,)), trajectory((2,), correct=0.0)
-    buffer.add(bound, group(right, wrong))
-    buffer.add(bound, group(right, wrong))
+    for seen in (right, wrong, right):
+        buffer.add(bound, seen)
     assert [kept.num_sampled for kept in buffer] == [1]
-    buffer.add(bound, group(trajectory((3,)), trajectory((4,))))
-    assert len(buffer) == 2
+    for seen in (trajectory((3,)), trajectory((4,))):
+        buffer.add(bound, seen)
+    assert [kept.num_sampled for kept in buffer] == [3, 4]
 
     fresh = group(wrong, wrong)
-    joined = buffer.join(fresh, 5, random.Random(0))
+    joined = join(fresh, buffer.draw(fresh, 5, random.Random(0)))
     assert [member.sample for member in joined.trajectories] == [0, 0, 2, 3]
     assert {member.num_sampled for member in joined.trajectories[2:]} == {3, 4}
     other = group(trajectory(task="t9"))
-    assert buffer.join(other, 2, random.Random(0)) is other
-    again = ReplayBuffer.restored(1, buffer.successes)
-    assert [kept.num_sampled for kept in again] == [4]
+    assert join(other, buffer.draw(other, 2, random.Random(0))) is other
+    for task in ("t1", "t2"):
+        buffer.add(bound, trajectory(task=task))
+    assert [kept.task_id for kept in buffer] == ["t1", "t2"]
     with pytest.raises(ConfigError, match="at least 1"):
         ReplayBuffer(per_task=0)
-
-
-def test_schedules() -> None:
-    stages = Stages([(0, 8.0), (10, 16.0)])
-    assert [stages.at(step) for step in (0, 9, 10, 99)] == [8.0, 8.0, 16.0, 16.0]
-    assert [Linear(start=1.0, end=0.0, steps=4).at(step) for step in (0, 1, 9)] == [1.0, 0.75, 0.0]
-    with pytest.raises(ConfigError, match="from 0"):
-        Stages([(5, 1.0)])
-    with pytest.raises(ConfigError, match="at least 1"):
-        Linear(start=1.0, end=0.0, steps=0)
 
 
 def test_pairs_of_a_group() -> None:

@@ -249,8 +249,9 @@ def contrast_table(results: Sequence[dict[str, Any]], title: str) -> list[str]:
     """One row a case of a contrast."""
     lines = [
         f"**{title}**\n",
-        "| case | seeds | correct after | mean format while training | tokens an episode, first 3 | "
-        "last 3 | rows that move | largest gradient | `times` right at the end |",
+        "| case | seeds | correct after | mean format while training | "
+        "tokens an episode, first 3 | last 3 | rows that move | largest gradient | "
+        "`times` right at the end |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for case in CONTRASTS[title]:

@@ -67,7 +67,7 @@ def collate(
         "task_ids": tuple(group.task_id for group in groups),
         "greedy": _greedy(groups, greedy, (*outcome, *by_turn)) if greedy else {},
         "anchor_state": _anchor_states(rows, width) if anchors else None,
-        "answers": tuple(t.metadata.get("answer") for t in trajectories),
+        "answers": tuple(_answer(t) for t in trajectories),
         "bucket": _buckets(trajectories),
         "spans": _spans(trajectories),
         "token_ids": _column(trajectories, "ids", np.int64),
@@ -116,6 +116,16 @@ def _extra(trajectories: Sequence[Trajectory], name: str, dtype: type) -> Tensor
     if not spoke or not all(name in t.extra for t in spoke):
         return None
     return torch.from_numpy(np.concatenate([t.extra[name][t.sampled].astype(dtype) for t in spoke]))
+
+
+def _answer(trajectory: Trajectory) -> str | None:
+    """The final answer: as the record or the last turn names it, else the last message's text."""
+    if not trajectory.turns or not trajectory.terminated:
+        return trajectory.metadata.get("answer")
+    last = trajectory.turns[-1]
+    said = last.message.get("content") if not last.message.get("tool_calls") else None
+    named = trajectory.metadata.get("answer", last.info.get("answer", said))
+    return None if named is None else str(named).strip() or None
 
 
 def _reals(values: Sequence[float | None]) -> Tensor:

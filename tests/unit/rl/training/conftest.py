@@ -80,12 +80,14 @@ class World:
     Args:
         renderer: of the tiny model.
         skill: how often the script knows the answer.
+        size: number of tasks.
     """
 
-    def __init__(self, renderer: Renderer, *, skill: float = 0.5, level: int = 1) -> None:
+    def __init__(self, renderer: Renderer, *, skill: float = 0.5, size: int = 1000) -> None:
         self.renderer = renderer
         self.skill = skill
-        self.source = EnvSource("turngym/Calculator-v0", {"level": level, "notation": "words"})
+        kwargs = {"level": 1, "notation": "words", "size": size}
+        self.source = EnvSource("turngym/Calculator-v0", kwargs, "train")
         self.engines: list[RolloutEngine] = []
         self.policy = TopKPolicy(self.speak, encode=lambda text: renderer.codec.encode(text).ids)
 
@@ -123,15 +125,13 @@ class World:
             )
         )
 
-    def collector(
-        self, bound: BoundAlgorithm, *, prompts: int = 3, num_tasks: int | None = None, **more: Any
-    ) -> Collector:
+    def collector(self, bound: BoundAlgorithm, *, prompts: int = 3, **more: Any) -> Collector:
         selection = bound.algorithm.selection
         demos = None
         if selection.demonstrations:
             expert = DemoAgent.factory(self.renderer)
             demos = self.engine(selection.demonstrations, expert)
-        stream = TaskStream(num_tasks or len(self.source.task_set), seed=1)
+        stream = TaskStream(len(self.source.task_set), seed=1)
         return Collector(
             self.engine(bound.run.group_size),
             stream,
@@ -185,10 +185,12 @@ def fit_for_test(name: str) -> Algorithm:
     return replace(algorithm, selection=selection, advantage=advantage, regularize=terms)
 
 
-def make_learner(model: Any, bound: BoundAlgorithm, optim: OptimConfig = OPTIM) -> Learner:
+def make_learner(
+    model: Any, bound: BoundAlgorithm, optim: OptimConfig = OPTIM, *, critic_lr: float = 1e-3
+) -> Learner:
     critic = None
     if bound.needs_values:
-        config = CriticConfig(lr=1e-3)
+        config = CriticConfig(lr=critic_lr)
         critic = Critic(ValueModel.beside(model, config), critic_optim(config, optim))
     reference = FrozenCopy(model) if bound.needs_ref else None
     return Learner(model, bound, optim, total_steps=8, reference=reference, critic=critic)

@@ -10,6 +10,8 @@ Contenders that are not installed are named with the command that brings them.
 import argparse
 import asyncio
 import importlib.util
+import logging
+import shlex
 import shutil
 import statistics
 import sys
@@ -17,6 +19,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from turngym.sandboxes import PoolConfig, Sandbox, Session, create
@@ -68,9 +71,7 @@ async def bubblewrap() -> tuple[Cell, Callable[[], Awaitable[None]]]:
 
 async def jupyter() -> tuple[Cell, Callable[[], Awaitable[None]]]:
     """A kernel of jupyter_client."""
-    from jupyter_client.manager import AsyncKernelManager
-
-    manager = AsyncKernelManager(kernel_name="python3")
+    manager = import_module("jupyter_client.manager").AsyncKernelManager(kernel_name="python3")
     await manager.start_kernel()
     client = manager.client()
     client.start_channels()
@@ -88,7 +89,7 @@ async def jupyter() -> tuple[Cell, Callable[[], Awaitable[None]]]:
 
 async def gem() -> tuple[Cell, Callable[[], Awaitable[None]]]:
     """The code tool of GEM."""
-    from gem.utils.sandbox import run_python
+    run_python = import_module("gem.utils.sandbox").run_python
 
     async def cell(code: str) -> None:
         await asyncio.to_thread(run_python, code, "none")
@@ -98,12 +99,11 @@ async def gem() -> tuple[Cell, Callable[[], Awaitable[None]]]:
 
 async def sandlock() -> tuple[Cell, Callable[[], Awaitable[None]]]:
     """Sandlock, a process for every cell."""
-    from sandlock import Sandbox as Lock
-
+    lock_of = import_module("sandlock").Sandbox
     readable = ["/usr", "/lib", "/lib64", "/etc", "/proc", "/dev", sys.prefix, sys.base_prefix]
 
     async def cell(code: str) -> None:
-        lock = Lock(fs_readable=readable)
+        lock = lock_of(fs_readable=readable)
         result = await asyncio.to_thread(lock.run, [sys.executable, "-I", "-c", code], 60.0)
         if not result.success:
             raise RuntimeError(f"sandlock failed: {result}")
@@ -113,19 +113,15 @@ async def sandlock() -> tuple[Cell, Callable[[], Awaitable[None]]]:
 
 async def swe_rex() -> tuple[Cell, Callable[[], Awaitable[None]]]:
     """A bash session of SWE-ReX, `python -c` for every cell."""
-    import logging
-    import shlex
-
-    from swerex.deployment.local import LocalDeployment
-    from swerex.runtime.abstract import BashAction, CreateBashSessionRequest
-
-    deployment = LocalDeployment(logger=logging.getLogger("quiet"))
+    words = import_module("swerex.runtime.abstract")
+    local = import_module("swerex.deployment.local")
+    deployment = local.LocalDeployment(logger=logging.getLogger("quiet"))
     await deployment.start()
-    await deployment.runtime.create_session(CreateBashSessionRequest())
+    await deployment.runtime.create_session(words.CreateBashSessionRequest())
 
     async def cell(code: str) -> None:
         command = shlex.join([sys.executable, "-I", "-c", code])
-        await deployment.runtime.run_in_session(BashAction(command=command, timeout=60))
+        await deployment.runtime.run_in_session(words.BashAction(command=command, timeout=60))
 
     return cell, deployment.stop
 

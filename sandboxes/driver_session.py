@@ -16,14 +16,15 @@ from turngym.errors import (
 )
 from turngym.sandboxes.base import Artifact, ErrorInfo, ExecResult, Limits
 from turngym.sandboxes.inside.frames import FrameError, FrameReader, encode
+from turngym.sandboxes.pool import Turn
 from turngym.sandboxes.transport import SocketTransport, Transport
 
 __all__ = ["DriverSession", "Link"]
 
 Answer = asyncio.Future[tuple[dict[str, Any], bytes]]
 
-Slot = Callable[[], contextlib.AbstractAsyncContextManager[float]]
-"""Context of one executing cell; yields the seconds spent waiting for it."""
+Slot = Callable[[], contextlib.AbstractAsyncContextManager[Turn]]
+"""Context of one executing cell."""
 
 _SHORT = 16 << 10
 _ANSWER_SLACK_S = 30.0
@@ -45,6 +46,8 @@ class Link:
         self._pump: asyncio.Task[None] | None = None
         self._sending = asyncio.Lock()
         self._lost: SessionLostError | None = None
+        self.on_asleep: Callable[[], None] = _ignore
+        """Called when the running cell turns out to use no processor."""
 
     async def start(self, limits: Limits, workspace: str) -> dict[str, Any]:
         """Configure init and wait until the worker stands; returns its `ready` event.
@@ -77,6 +80,9 @@ class Link:
         try:
             while True:
                 message, body = await self._frame()
+                if "event" in message:
+                    self.on_asleep()
+                    continue
                 future = self._waiting.pop(int(message.get("id", 0)), None)
                 if future is not None and not future.done():
                     future.set_result((message, body))
@@ -216,9 +222,10 @@ class DriverSession:
         self._check_open()
         if not limit > 0:
             raise ConfigError(f"timeout_s must be positive, got {limit}")
-        async with self._serial, self._slot() as waited_s:
+        async with self._serial, self._slot() as turn:
             self._check_open()
             await self._thaw()
+            self._link.on_asleep = turn.release
             within_s = limit + self._limits.grace_s + _ANSWER_SLACK_S
             try:
                 message = {**message, "timeout_s": limit}
@@ -228,7 +235,7 @@ class DriverSession:
                     raise SessionClosedError("the session was closed while it ran") from None
                 raise
             lost, self._lost = self._lost, ()
-            return _result(answer, data, waited_s, lost)
+            return _result(answer, data, turn, lost)
 
     async def _ask_interruptibly(
         self, message: dict[str, Any], body: bytes, within_s: float
@@ -290,6 +297,10 @@ class DriverSession:
 
     async def _hang_up(self) -> None:
         await self._link.close()
+
+
+def _ignore() -> None:
+    """Nothing is running that could fall asleep."""
 
 
 def _result(

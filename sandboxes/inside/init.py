@@ -33,6 +33,8 @@ over stdin and stdout (a container: ``python3 -I -c PROGRAM`` with the program o
    A result has: status, stdout, stderr, stdout_bytes, stderr_bytes, truncated, result (text or
    null), error (null or {name, value, traceback}), artifacts ([[mime, size], ...], their bytes
    joined in the body), duration_s, cpu_s, delay_s, state_lost, exit_code, exit_signal, generation.
+   While a cell or program runs, ``{"event": "asleep", "id"}`` may come once: it waits rather than
+   computes, and need not be counted as running.
 4. The host ends the session by closing its end (stdin); init then kills everything and exits 0.
 
 Source is UTF-8 with lone surrogates passed through. Strings in answers are plain text: what the
@@ -213,6 +215,8 @@ class Init:
         if cell is not None:
             if not cell.done:
                 cell.check()
+                if cell.fell_asleep():
+                    self._send({"event": "asleep", "id": cell.id})
             if cell.done:
                 self._finish(cell)
         elif self._watch_idle():

@@ -283,3 +283,17 @@ def test_sessions_beyond_the_bound_wait_their_turn() -> None:
         await sandbox.aclose()
 
     asyncio.run(scenario())
+
+
+def test_sleeping_cells_do_not_keep_others_waiting() -> None:
+    async def scenario() -> None:
+        sandbox = await create("local", preload=(), pool=PoolConfig(max_executing=1))
+        sleeper, worker = await sandbox.session(), await sandbox.session()
+        sleeping = asyncio.create_task(sleeper.execute("import time; time.sleep(600)", 600.0))
+        await asyncio.sleep(0.1)
+        assert (await asyncio.wait_for(worker.execute("1 + 1"), 30.0)).result == "2"
+        await sleeper.interrupt()
+        assert (await sleeping).status == "timeout"
+        await sandbox.aclose()
+
+    asyncio.run(scenario())

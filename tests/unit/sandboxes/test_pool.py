@@ -143,6 +143,21 @@ def test_cells_share_a_bounded_number_of_slots() -> None:
     asyncio.run(scenario())
 
 
+def test_a_sleeping_cell_gives_its_slot_away_and_only_once() -> None:
+    async def scenario() -> None:
+        pool = new_pool(Factory(), max_executing=1)
+        async with pool.slot() as first:
+            first.release()
+            first.release()
+            async with pool.slot() as second:
+                assert (second < 1.0, pool.metrics.executing) == (True, 1)
+        assert pool.metrics.executing == 0
+        async with pool.slot():
+            assert pool.metrics.executing == 1
+
+    asyncio.run(scenario())
+
+
 def test_closing_ends_every_session_and_refuses_new_ones() -> None:
     async def scenario() -> None:
         pool = new_pool(factory := Factory(), min_idle=1, max_sessions=3)

@@ -9,6 +9,7 @@ engine removes what has ended.
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import struct
 import time
@@ -26,7 +27,7 @@ from turngym.errors import (
     SessionLostError,
 )
 
-__all__ = ["Connection", "Death", "Engine", "connect", "owner_of_this_process"]
+__all__ = ["Container", "Death", "Engine", "connect", "owner_of_this_process"]
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ OWNER_LABEL = "turngym.owner"
 BACKEND_LABEL = "turngym.backend"
 _HEADER = struct.Struct(">BxxxI")
 _STDERR = 2
+_OOM_TO_DEATH_S = 5
 
 
 def connect() -> tuple[Any, bool]:
@@ -52,7 +54,7 @@ def connect() -> tuple[Any, bool]:
         ) from error
     where = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
     try:
-        client = docker.APIClient(**docker.utils.kwargs_from_env(), version="auto", timeout=60)
+        client = docker.APIClient(**docker.utils.kwargs_from_env(), version="auto", timeout=60, max_pool_size=64)
         version = client.version()
     except docker.errors.DockerException as error:
         raise SandboxUnavailableError(
@@ -102,41 +104,47 @@ class Death:
     out_of_memory: bool
 
 
-class Connection:
-    """The byte stream to a container's PID 1; losing it ends the container."""
+class Container:
+    """The byte stream to a container's PID 1 (a `Transport`); losing it ends the container."""
 
-    def __init__(self, raw: socket.socket) -> None:
+    def __init__(self, engine: "Engine", id: str, raw: socket.socket) -> None:
+        raw.setblocking(False)
+        self.id = id
+        self._engine = engine
         self._raw = raw
-        self._raw.setblocking(False)
         self._buffer = bytearray()
-        self.stderr = bytearray()
-        """Last words of PID 1, for error messages."""
+        self._last_words = b""
+        self._closed = False
 
     async def send(self, data: bytes) -> None:
-        """Send bytes to its standard input.
-
-        Raises:
-            OSError: it is gone.
-        """
-        await asyncio.get_running_loop().sock_sendall(self._raw, data)
+        """Write to its standard input."""
+        try:
+            await asyncio.get_running_loop().sock_sendall(self._raw, data)
+        except OSError as error:
+            raise self._lost(repr(error)) from error
 
     async def receive(self) -> bytes:
-        """Return the next piece of its standard output; empty at the end."""
+        """Return the next piece of its standard output."""
         while True:
             while (piece := self._next()) is not None:
                 stream, data = piece
                 if stream != _STDERR:
                     return data
-                self.stderr = (self.stderr + data)[-4096:]
+                self._last_words = (self._last_words + data)[-2048:]
             try:
-                data = await asyncio.get_running_loop().sock_recv(self._raw, 1 << 18)
-            except OSError:
-                return b""
+                data = await asyncio.get_running_loop().sock_recv(self._raw, 1 << 20)
+            except OSError as error:
+                raise self._lost(repr(error)) from error
             if not data:
-                return b""
+                raise self._lost("it ended")
             self._buffer += data
 
+    def _lost(self, reason: str) -> SessionLostError:
+        words = self._last_words.decode("utf-8", "replace").strip()
+        return SessionLostError(f"container {self.id[:12]} is gone: {reason} {words}".rstrip())
+
     def _next(self) -> tuple[int, bytes] | None:
+        """Cut a frame of the engine's multiplexing: stream number, length, data."""
         if len(self._buffer) < _HEADER.size:
             return None
         stream, size = _HEADER.unpack_from(self._buffer)
@@ -147,12 +155,23 @@ class Connection:
         del self._buffer[:end]
         return stream, data
 
-    def close(self) -> None:
-        """Hang up, upon which PID 1 ends."""
-        # The SDK's connection pool holds the same socket open: closing this copy is not enough.
+    def hang_up(self) -> None:
+        """Close the stream, upon which PID 1 ends and the engine removes the container."""
+        # The SDK's connection pool holds the same socket: closing this copy is not enough.
         with contextlib.suppress(OSError):
             self._raw.shutdown(socket.SHUT_RDWR)
         self._raw.close()
+
+    async def close(self) -> None:
+        """Hang up and have the engine remove what is left; returns when it is gone."""
+        if not self._closed:
+            self._closed = True
+            self.hang_up()
+            await self._engine.remove(self.id)
+
+    async def death(self) -> Death:
+        """Say how the container ended, also after the engine has removed it."""
+        return await self._engine.call(self._engine._death, self.id)
 
 
 class Engine:
@@ -178,7 +197,7 @@ class Engine:
             self._threads, lambda: function(*arguments, **options)
         )
 
-    async def start(self, image: str, command: list[str], **options: Any) -> tuple[str, Connection]:
+    async def start(self, image: str, command: list[str], **options: Any) -> Container:
         """Start a container and attach to its PID 1 before that says anything.
 
         Raises:
@@ -192,9 +211,7 @@ class Engine:
             starting.add_done_callback(_hang_up)
             raise
 
-    def _start(
-        self, image: str, command: list[str], options: dict[str, Any]
-    ) -> tuple[str, Connection]:
+    def _start(self, image: str, command: list[str], options: dict[str, Any]) -> Container:
         import docker
 
         client, container = self._client, ""
@@ -223,7 +240,7 @@ class Engine:
             raise SandboxCreateError(
                 f"the engine did not start a container from {image!r}: {error}"
             ) from error
-        return container, Connection(raw)
+        return Container(self, container, raw)
 
     async def remove(self, container: str) -> None:
         """Remove a container, running or not, if it still exists."""
@@ -241,22 +258,21 @@ class Engine:
             if error.status_code != 409:
                 raise
 
-    async def death(self, container: str) -> Death:
-        """Say how a container ended, also after the engine has removed it."""
-        return await self.call(self._death, container)
-
     def _death(self, container: str) -> Death:
         filters = {"container": container, "event": ["oom", "die"]}
-        now = time.time()
-        code, out_of_memory = None, False
+        now = int(time.time())
+        code, died_at, oom_at = None, 0, -_OOM_TO_DEATH_S
         for event in self._client.events(
-            since=int(now) - 3600, until=int(now) + 1, filters=filters, decode=True
+            since=now - 3600, until=now + 1, filters=filters, decode=True
         ):
             if event.get("Action", event.get("status")) == "oom":
-                out_of_memory = True
+                oom_at = event["time"]
             else:
+                died_at = event["time"]
                 code = int(event["Actor"]["Attributes"].get("exitCode", 0))
-        return Death(code, out_of_memory)
+        # An engine reports every kill in the container; only the last one took PID 1 along.
+        killed = code == 128 + signal.SIGKILL
+        return Death(code, killed and died_at - oom_at < _OOM_TO_DEATH_S)
 
     def _reap(self) -> None:
         for container in self._client.containers(all=True, filters={"label": OWNER_LABEL}):
@@ -272,6 +288,6 @@ class Engine:
         self._threads.shutdown(wait=False)
 
 
-def _hang_up(starting: "asyncio.Future[tuple[str, Connection]]") -> None:
+def _hang_up(starting: "asyncio.Future[Container]") -> None:
     if not starting.cancelled() and starting.exception() is None:
-        starting.result()[1].close()
+        starting.result().hang_up()

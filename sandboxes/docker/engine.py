@@ -8,6 +8,7 @@ engine removes what has ended.
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -18,18 +19,21 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
 
 from turngym.errors import (
     MissingDependencyError,
     SandboxCreateError,
+    SandboxError,
     SandboxUnavailableError,
     SessionLostError,
 )
 
 __all__ = ["Container", "Death", "Engine", "connect", "owner_of_this_process"]
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 OWNER_LABEL = "turngym.owner"
@@ -186,6 +190,7 @@ class Engine:
         self.podman = podman
         self._client = client
         self._id = uuid.uuid4().hex
+        self._orphans: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="turngym-docker")
 
     @classmethod
@@ -219,7 +224,9 @@ class Engine:
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            starting.add_done_callback(_hang_up)
+            orphan = asyncio.create_task(_close_when_started(starting))
+            self._orphans.add(orphan)
+            orphan.add_done_callback(self._orphans.discard)
             raise
 
     def _start(
@@ -273,9 +280,11 @@ class Engine:
         except docker.errors.NotFound:
             return
         except docker.errors.APIError as error:
-            # 409: the engine is removing it already.
-            if error.status_code != 409:
+            if error.status_code != HTTPStatus.CONFLICT:
                 raise
+            # PID 1 has ended and the engine is removing its container already.
+            with contextlib.suppress(docker.errors.NotFound):
+                self._client.wait(container, condition="removed")
 
     def _death(self, container: str) -> Death:
         filters = {"container": container, "event": ["oom", "die"]}
@@ -300,6 +309,7 @@ class Engine:
 
     async def close(self) -> None:
         """Remove what this backend left behind, then disconnect."""
+        await asyncio.gather(*self._orphans)
         mine = {"label": f"{BACKEND_LABEL}={self._id}"}
         for container in await self.call(self._client.containers, all=True, filters=mine):
             await self.remove(container["Id"])
@@ -307,6 +317,10 @@ class Engine:
         self._threads.shutdown(wait=False)
 
 
-def _hang_up(starting: "asyncio.Future[Container]") -> None:
-    if not starting.cancelled() and starting.exception() is None:
-        starting.result().hang_up()
+async def _close_when_started(starting: "asyncio.Future[Container]") -> None:
+    # Hanging up is not enough so early: an engine forgets to pass on the end of a standard input
+    # that ends before the process has begun.
+    try:
+        await (await starting).close()
+    except SandboxError as error:
+        logger.debug("an abandoned container did not start: %s", error)

@@ -80,9 +80,10 @@ class Options:
 def _ulimits(limits: Limits) -> dict[str, int]:
     """Limits that the engine must not choose by itself: Podman would ask for more than it may set.
 
-    `nproc` counts every process of the user id on the machine, so it can only be a backstop.
+    They hold for init too; a worker lowers its own. `nproc` counts every process of the user id
+    on the machine, so it can only be a backstop.
     """
-    return {"nofile": max(64, limits.open_files), "nproc": 4096, "core": 0}
+    return {"nofile": max(1024, limits.open_files), "nproc": 4096, "core": 0}
 
 
 _ENVIRONMENT = {

@@ -160,15 +160,8 @@ def policy_logprobs(
     if topk_ids is not None:
         others = topk_ids.to(device)
     count = chunk_tokens or min(1024, max(32, _CHUNK_LOGITS.get(device.type, 1 << 27) // vocab))
-    chunks = [
-        score(head, h, t, o)
-        for h, t, o in zip(
-            torch.split(states, count),
-            torch.split(targets, count),
-            torch.split(others, count),
-            strict=True,
-        )
-    ]
+    parts = (torch.split(column, count) for column in (states, targets, others))
+    chunks = [score(head, h, t, o) for h, t, o in zip(*parts, strict=True)]
     return score.collect(chunks, topk_ids is not None)
 
 

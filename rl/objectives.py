@@ -76,9 +76,6 @@ def objective(
     for name, term in _extra_terms(bound, batch, plan, index, tokens, entropy).items():
         loss = loss + term.sum()
         metrics[f"loss/{name}"] = part_of_sum(term.sum())
-    if bound.algorithm.term(KL) is not None and plan.kl_coef is not None:
-        distance = tokens.logp.detach() - _reference(batch, index, tokens)
-        metrics["train/kl"] = mean_of(kl_penalty(distance, "k3"), tokens.mask)
     if entropy is not None:
         metrics["train/entropy"] = mean_of(entropy, tokens.mask)
     if bound.algorithm.term(KL) is not None and batch.logp_ref is not None:

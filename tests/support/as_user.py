@@ -52,4 +52,5 @@ def main() -> None:
     os.execvp(sys.argv[2], sys.argv[2:])
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -119,8 +119,9 @@ def latest(run: Path) -> Checkpoint | None:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         learner = torch.load(folder / "learner.pt", weights_only=True)
     except Exception as error:  # unpickling raises many kinds
+        cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
         raise CheckpointError(
-            f"cannot read checkpoint {folder}: {error}; remove it to resume from the one before"
+            f"cannot read checkpoint {folder}: {cause}; remove it to resume from the one before"
         ) from error
     if state.get("format") != _FORMAT:
         raise CheckpointError(

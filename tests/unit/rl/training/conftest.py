@@ -201,9 +201,24 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad]).clone()
 
 
+_METRICS = Path(__file__).resolve().parents[4] / "docs" / "metrics.md"
+
+
+def is_documented(key: str) -> bool:
+    """`docs/metrics.md` has a row for the key; NAME stands for anything."""
+    rows = [line for line in _METRICS.read_text(encoding="utf-8").splitlines() if line[:3] == "| `"]
+    known = [name for row in rows for name in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+    patterns = [re.escape(name).replace("NAME", "[^/]+") for name in known]
+    return any(re.fullmatch(pattern, key) for pattern in patterns)
+
+
 @pytest.fixture
 def kit() -> SimpleNamespace:
     """The helpers above: tests cannot import from a conftest."""
     return SimpleNamespace(
-        fit_for_test=fit_for_test, make_learner=make_learner, weights=weights, optim=OPTIM
+        fit_for_test=fit_for_test,
+        is_documented=is_documented,
+        make_learner=make_learner,
+        optim=OPTIM,
+        weights=weights,
     )

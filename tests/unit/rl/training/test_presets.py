@@ -24,6 +24,7 @@ def test_every_preset_trains(name: str, world: Any, model: Any, kit: Any) -> Non
         metrics = learner.update(collected.groups, greedy=collected.greedy)
         losses = {key: value for key, value in metrics.items() if key.startswith("loss/")}
         assert all(map(math.isfinite, losses.values())), losses
+        assert [key for key in metrics if not kit.is_documented(key)] == []
     after = kit.weights(model)
     assert torch.isfinite(after).all()
     assert not torch.equal(after, before)

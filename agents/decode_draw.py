@@ -48,24 +48,26 @@ def draw(
     Returns:
         Tokens and their log-probabilities, renormalised over what top_p and top_k keep, (B,) each.
     """
+    if logits.device.type == "mps":  # which has no fp64
+        logits = logits.cpu()
     device = logits.device
     is_greedy = temperature == 0
-    if (temperature == 1).all():
-        logp = logits.log_softmax(-1)
-    else:
+    if not (temperature == 1).all():
         divisor = np.where(is_greedy, np.float32(1), temperature)
-        logp = (logits / torch.from_numpy(divisor).to(device)[:, None]).log_softmax(-1)
+        logits = logits / torch.from_numpy(divisor).to(device)[:, None]
+    p = logits.softmax(-1)
     if (top_p < 1).any() or (top_k > 0).any():
-        logp = _truncate(logp, torch.from_numpy(top_p), torch.from_numpy(top_k))
+        p = _truncate(p, torch.from_numpy(top_p).to(device), torch.from_numpy(top_k).to(device))
     # In fp64: an fp32 running sum loses every token rarer than 1e-7.
-    total = logp.exp().cumsum(-1, dtype=torch.float64)
+    total = p.cumsum(-1, dtype=torch.float64)
     threshold = torch.from_numpy(uniform).to(device)[:, None] * total[:, -1:]
     token = torch.searchsorted(total, threshold, right=True)
     if is_greedy.any():
         greedy = torch.from_numpy(is_greedy).to(device)[:, None]
         token = torch.where(greedy, logits.argmax(-1, keepdim=True), token)
+    # Only rows that are not finite run past the end; their log-probability tells.
     token.clamp_(max=logits.shape[-1] - 1)
-    return token.squeeze(-1), logp.gather(-1, token).squeeze(-1)
+    return token.squeeze(-1), p.gather(-1, token).squeeze(-1).log()
 
 
 def likeliest(
@@ -84,15 +86,17 @@ def likeliest(
     return ids, logp
 
 
-def _truncate(logp: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    ordered, order = logp.sort(dim=-1, descending=True, stable=True)
-    before = ordered.exp().cumsum(-1, dtype=torch.float64) - ordered.exp()
-    rank = torch.arange(logp.shape[-1], device=logp.device)
-    limit = top_k.where(top_k > 0, logp.shape[-1]).to(logp.device)[:, None]
+def _truncate(p: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """Set to 0 what top_p and top_k drop, and renormalise the rest."""
+    ordered, order = p.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(-1, dtype=torch.float64) - ordered
+    rank = torch.arange(p.shape[-1], device=p.device)
+    limit = top_k.where(top_k > 0, p.shape[-1])[:, None]
     # A row with top_p = 1 keeps all, even where rounding takes the running sum past 1.
-    cut = (before >= top_p.to(logp.device)[:, None]) & (top_p.to(logp.device) < 1)[:, None]
-    dropped = (rank >= limit) | (cut & (rank > 0))
-    kept = ordered.masked_fill(dropped, -torch.inf).log_softmax(-1)
+    is_past = (before >= top_p[:, None]) & (top_p < 1)[:, None]
+    dropped = (rank >= limit) | (is_past & (rank > 0))
+    kept = ordered.masked_fill(dropped, 0)
+    kept = kept / kept.sum(-1, keepdim=True)
     # Rows that lose nothing stay as they are, to the bit.
     kept = torch.where(dropped.any(-1, keepdim=True), kept, ordered)
-    return torch.empty_like(logp).scatter_(-1, order, kept)
+    return torch.empty_like(p).scatter_(-1, order, kept)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from turngym.agents.base import Completion, Sampling
+from turngym.agents.base import Completion
 from turngym.agents.decode import Decoder, make_step
 from turngym.agents.decode_draw import draw, likeliest, uniforms
 from turngym.agents.decode_slots import Request, SlotTable
@@ -25,9 +25,13 @@ _FORCED_INLINE = 4
 """Forced tokens (tool results) up to this many ride along in decode steps; more are prefilled."""
 
 _PREFILL_TOKENS = 4096
-"""Most tokens of one prefill, filler included."""
+"""Tokens after which prefilling lets the others decode a token."""
+
+_PREFILL_CHUNK = {"cpu": 640}
+"""Most tokens of one forward pass, by device: activations should stay in a CPU's cache."""
 
 _PREFILL_LENGTH = 512
+"""Most tokens of one row in one forward pass."""
 
 _BUCKET_ROWS = 32
 """Rows of a deterministic step: with 32, every elementwise kernel runs whole vectors only, and
@@ -51,7 +55,7 @@ class Engine:
             depends on the row's own position alone.
         threads: intra-op threads of the decoding thread; None = torch's setting.
         topk: likeliest tokens recorded with each sampled one.
-        check_weights: called when requests are admitted; what it raises goes to them.
+        check_weights: called before every step; what it raises ends what is in flight.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Engine:
         self._max_rows = max_rows
         self._max_context = max_context
         self._device = device
+        self._chunk = _PREFILL_CHUNK.get(device.type, _PREFILL_TOKENS)
         self._deterministic = deterministic
         self._check_weights = check_weights
         self._stops = np.zeros(vocab, bool)
@@ -116,19 +121,26 @@ class Engine:
         return [request.future for request in (*running, *self._pending)]
 
     def _work(self) -> bool:
+        try:
+            self._check_weights()
+        except EngineError as error:
+            self._abort(error)
         self._admit()
         if self.table.num_active:
             self._step()
         return bool(self._pending or self.table.num_active)
 
+    def _abort(self, error: EngineError) -> None:
+        """Fail everything in flight and stay usable."""
+        for slot in np.flatnonzero(self.table.rows["active"]).tolist():
+            request = self.table.requests[slot]
+            assert request is not None
+            self.table.retire(slot)
+            fail(request.future, error)
+        while self._pending:
+            fail(self._pending.popleft().future, error)
+
     def _admit(self) -> None:
-        if not self._pending:
-            return
-        try:
-            self._check_weights()
-        except EngineError as error:
-            while self._pending:
-                fail(self._pending.popleft().future, error)
         while self._pending and self.table.num_active < self._max_rows:
             request = self._pending[0]
             try:
@@ -150,7 +162,9 @@ class Engine:
         if self._deterministic:
             self._step_buckets()
             return
-        self._prefill()
+        budget = _PREFILL_TOKENS
+        while budget > 0 and (fed := self._prefill()):
+            budget -= fed
         count = self.table.num_active
         if not count:
             return
@@ -164,8 +178,11 @@ class Engine:
     def _top(self) -> int:
         return int(np.flatnonzero(self.table.rows["active"])[-1]) + 1
 
-    def _prefill(self) -> None:
-        """Feed rows that are far behind what they know; equal contexts are computed once."""
+    def _prefill(self) -> int:
+        """Feed some rows that are far behind what they know; return how many tokens that took.
+
+        Equal contexts are computed once.
+        """
         rows = self.table.rows
         behind = np.where(rows["active"], rows["known"] - rows["fed"], 0)
         followers: dict[tuple[int, bytes], list[int]] = {}
@@ -173,10 +190,10 @@ class Engine:
             context = self.table.tokens[slot, : rows["known"][slot]].tobytes()
             followers.setdefault((int(rows["fed"][slot]), context), []).append(int(slot))
         if not followers:
-            return
+            return 0
         groups = sorted(followers.values(), key=lambda group: -behind[group[0]])
         length = min(int(behind[groups[0][0]]), _PREFILL_LENGTH)
-        groups = groups[: max(1, _PREFILL_TOKENS // length)]
+        groups = groups[: max(1, self._chunk // length)]
         leaders = np.array([group[0] for group in groups])
         hidden = self._forward(leaders, length)
         slots = np.concatenate([np.array(group) for group in groups])
@@ -187,6 +204,7 @@ class Engine:
             self.table.copy(leaders[origin][copied], slots[copied], int(fed.max()))
             rows["fed"][slots] = fed
         self._sample(slots, hidden[torch.from_numpy(origin).to(self._device)])
+        return len(groups) * length
 
     def _step_buckets(self) -> None:
         rows = self.table.rows
@@ -298,28 +316,6 @@ class Engine:
         table.retire(slot)
         if request.future.set_running_or_notify_cancel():
             request.future.set_result(completion)
-
-    def score(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return log p(ids[t] | ids[:t]) for t >= 1, token by token; runs between two steps."""
-        request = Request(
-            ids=ids[:1], sampling=Sampling(), seed=0, session="", limit=len(ids), prompt=1
-        )
-        self._make_room(len(ids))
-        if not self.table.admit(request):
-            raise EngineError("no slot is free to score a sequence; wait for requests to finish")
-        slot = self.table.requests.index(request)
-        slots = np.array([slot])
-        found = np.zeros(len(ids) - 1, np.float32)
-        try:
-            for t in range(len(found)):
-                hidden = self._forward(slots, 1, span=max(_BUCKET_SPAN, 1 << t.bit_length()))
-                logp = self._decoder.head(hidden)[0].log_softmax(-1)
-                found[t] = float(logp[int(ids[t + 1])])
-                self.table.tokens[slot, t + 1] = ids[t + 1]
-                self.table.rows["known"][slot] += 1
-        finally:
-            self.table.retire(slot)
-        return found
 
 
 def _spans(versions: NDArray[np.int32]) -> tuple[tuple[int, int], ...]:

@@ -153,7 +153,8 @@ class HFPolicy:
             )
         ids = np.asarray(prompt_ids, dtype=np.int64)
         self._check_ids(ids)
-        self._check_ids(np.asarray(sampling.stop_ids, dtype=np.int64))
+        if sampling.stop_ids:
+            self._check_ids(np.asarray(sampling.stop_ids, dtype=np.int64))
         if not len(ids):
             raise EngineError(
                 "prompt_ids is empty; a completion needs at least one token before it"
@@ -173,8 +174,8 @@ class HFPolicy:
         return await asyncio.wrap_future(request.future)
 
     def _check_ids(self, ids: NDArray[np.int64]) -> None:
-        bad = ids[(ids < 0) | (ids >= self._vocab)]
-        if len(bad):
+        if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab):
+            bad = ids[(ids < 0) | (ids >= self._vocab)]
             raise EngineError(
                 f"token id {int(bad[0])} is outside the model's vocabulary of {self._vocab}"
             )
@@ -182,19 +183,6 @@ class HFPolicy:
     def release(self, session: str) -> None:
         """Forget a session's cache. Unknown names are ignored. Thread-safe, returns at once."""
         self._engine.release(session)
-
-    def prompt_logprobs(self, ids: Sequence[int]) -> NDArray[np.float32]:
-        """Return log p(ids[t] | ids[:t]) for t >= 1 as the sampler computes it, (n - 1,).
-
-        For the canary after a weight sync. Blocks; not for the event loop's thread.
-        """
-        array = np.asarray(ids, dtype=np.int64)
-        self._check_ids(array)
-        if not 2 <= len(array) <= self._max_context:
-            raise EngineError(
-                f"scoring takes 2..{self._max_context} tokens (max_context), got {len(array)}"
-            )
-        return self._engine.thread.call(lambda: self._engine.score(array))
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Hold sampling between two steps, so that weights can change under requests in flight."""

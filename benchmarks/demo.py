@@ -2,8 +2,8 @@
 
     python benchmarks/demo.py --seeds 0 1 2
 
-Each seed is a whole `turngym train @recipes/calculator.toml`, evaluated on held-back tasks. The last
-rows train the same model to answer without the tool: it imitates right answers given at once.
+Each seed is a whole `turngym train @recipes/calculator.toml`, evaluated on held-back tasks. The
+columns train the same model to answer without the tool, by imitating right answers.
 """
 
 import argparse

@@ -3,9 +3,10 @@
     python benchmarks/sampler.py --rows 128 --repeats 5
 
 Both sides run on one thread in turns (A, B, A, B, ...); times are CPU seconds of the process, which
-a busy machine disturbs less than wall time, and ratios are medians over the pairs. Multi-turn: every
-row takes several turns with a tool result in between; `generate` runs the turns of all rows in lock
-step and prefills the whole context each time, as trainers built on it do.
+a busy machine disturbs less than wall time, and ratios are medians over the pairs. Multi-turn:
+every row takes several turns with a tool result in between; `generate` runs the turns of all rows
+in lock step and prefills the whole context each time, as trainers built on it do. HFPolicy returns
+log-probabilities; `generate` does not unless `--logprobs` asks it for what a learner needs.
 """
 
 import argparse
@@ -13,14 +14,17 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from turngym.agents.base import Sampling
 from turngym.agents.hf_policy import HFPolicy
 
+Ids = NDArray[np.int64]
 VOCAB = 163
 PROMPT, NEW, RESULT = 20, 32, 12
 """Tokens of the prompt, of a turn and of a tool result: the sizes of the calculator task."""
@@ -46,14 +50,14 @@ def tiny_model() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config).eval()
 
 
-def prompts(rows: int, *, shared: int) -> np.ndarray:
+def prompts(rows: int, *, shared: int) -> Ids:
     """Return prompts of which `shared` rows each are equal (the samples of one task)."""
     rng = np.random.default_rng(0)
     distinct = rng.integers(1, VOCAB, (rows // shared, PROMPT))
     return np.repeat(distinct, shared, axis=0)
 
 
-def run_policy(policy: HFPolicy, contexts: np.ndarray, turns: int, result: np.ndarray) -> int:
+def run_policy(policy: HFPolicy, contexts: Ids, turns: int, result: Ids) -> int:
     """Roll all rows out, each at its own pace; return the tokens sampled."""
     sampling = Sampling(max_tokens=NEW)
 
@@ -76,7 +80,7 @@ def run_policy(policy: HFPolicy, contexts: np.ndarray, turns: int, result: np.nd
 
 
 def run_generate(
-    model: Qwen3ForCausalLM, contexts: np.ndarray, turns: int, result: np.ndarray
+    model: Qwen3ForCausalLM, contexts: Ids, turns: int, result: Ids, *, logprobs: bool
 ) -> int:
     """Roll all rows out with `generate`, turn by turn; return the tokens sampled."""
     ids = torch.from_numpy(contexts)
@@ -90,19 +94,20 @@ def run_generate(
                 do_sample=True,
                 top_k=0,
                 max_new_tokens=NEW,
-                output_logits=False,
-                use_cache=True,
+                return_dict_in_generate=True,
+                output_scores=logprobs,
             )
-        count += out.numel() - ids.numel()
-        ids = torch.cat([out, tail], dim=1)
+            if logprobs:
+                model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
+        count += out.sequences.numel() - ids.numel()
+        ids = torch.cat([out.sequences, tail], dim=1)
     return count
 
 
-def compare(
-    name: str, ours: Callable[[], int], theirs: Callable[[], int], repeats: int
-) -> tuple[float, float]:
-    """Time both in turns and print the medians; return median and lowest ratio."""
-    ours(), theirs()
+def compare(name: str, ours: Callable[[], int], theirs: Callable[[], int], repeats: int) -> None:
+    """Time both in turns and print the medians."""
+    ours()
+    theirs()
     seconds: list[tuple[float, float]] = []
     for _ in range(repeats):
         pair = []
@@ -117,7 +122,6 @@ def compare(
         f"{name:28} HFPolicy {count / a:9,.0f} tok/s   generate {count / b:9,.0f} tok/s   "
         f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
     )
-    return statistics.median(ratios), min(ratios)
 
 
 def main() -> None:
@@ -126,6 +130,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--logprobs", action="store_true", help="also from generate")
     parser.add_argument("--generic", action="store_true", help="without the functional decoder")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -137,8 +142,10 @@ def main() -> None:
             for turns in (1, options.turns):
                 compare(
                     f"{turns} turn(s), {shared} equal prompts",
-                    lambda c=contexts, t=turns: run_policy(policy, c, t, result),
-                    lambda c=contexts, t=turns: run_generate(model, c, t, result),
+                    partial(run_policy, policy, contexts, turns, result),
+                    partial(
+                        run_generate, model, contexts, turns, result, logprobs=options.logprobs
+                    ),
                     options.repeats,
                 )
 

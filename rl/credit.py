@@ -1,6 +1,6 @@
 """Axis 3: from returns to an advantage for every token. The estimators register here."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import singledispatch
 
 import torch
@@ -42,7 +42,8 @@ class Estimate:
     pairs: Tensor | None = None
     """Rows (chosen, rejected) of a preference loss, (M, 2) int64."""
 
-    state: AlgorithmState = field(default_factory=AlgorithmState)
+    state: AlgorithmState | None = None
+    """What to remember; None = what was remembered before."""
 
 
 @singledispatch

@@ -1,6 +1,7 @@
 """The table of algorithms as plain text, for the command line and the docs; no torch here."""
 
 import dataclasses
+import sys
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -134,3 +135,7 @@ def _plain(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(_plain(item) for item in value) + "]"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown() + "\n")

@@ -76,4 +76,4 @@ def _(estimator: GAE, case: Case) -> Estimate:
         whitened = whiten_tokens(advantage, live, ddof=estimator.ddof)
     else:
         whitened = torch.where(live, advantage, 0.0)
-    return Estimate(whitened, value_targets=critic + values, state=case.state)
+    return Estimate(whitened, value_targets=critic + values)

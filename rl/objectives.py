@@ -76,11 +76,12 @@ def objective(
     for name, term in _extra_terms(bound, batch, plan, index, tokens, entropy).items():
         loss = loss + term.sum()
         metrics[f"loss/{name}"] = part_of_sum(term.sum())
-    if bound.algorithm.term(KL) is not None and plan.kl_coef is not None:
-        distance = tokens.logp.detach() - _reference(batch, index, tokens)
-        metrics["train/kl"] = mean_of(kl_penalty(distance, "k3"), tokens.mask)
     if entropy is not None:
         metrics["train/entropy"] = mean_of(entropy, tokens.mask)
+    if bound.algorithm.term(KL) is not None and batch.logp_ref is not None:
+        away = tokens.logp.detach() - _take(batch.logp_ref, index, tokens.logp)
+        away = torch.where(tokens.mask, away, 0.0)
+        metrics["train/kl"] = mean_of(kl_penalty(away, "k3"), tokens.mask)
     return loss, metrics
 
 
@@ -249,5 +250,5 @@ def _check_whole(bound: BoundAlgorithm, batch: Batch, plan: Plan, index: Tensor)
     if bool(split.any()):
         raise TrajectoryError(
             f"{bound.algorithm.name} needs whole {bound.unit}s in every micro-batch; row "
-            f"{int(split.nonzero()[0])} is split"
+            f"{int(split.nonzero()[0])} is split, from itself or from its pair"
         )

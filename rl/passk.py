@@ -133,4 +133,4 @@ def _(estimator: PassAtK, case: Case) -> Estimate:
         else:
             found = pkpo(total[table], estimator.k, minus_one=estimator.kind == "sloo_minus_one")
         advantage[table] = np.where(np.abs(found) <= TINY, 0.0, found)
-    return Estimate(paint(torch.from_numpy(advantage).unsqueeze(-1), batch), state=case.state)
+    return Estimate(paint(torch.from_numpy(advantage).unsqueeze(-1), batch))

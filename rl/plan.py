@@ -143,7 +143,7 @@ def assign(bound: BoundAlgorithm, batch: Batch, state: AlgorithmState | None = N
         mask=mask,
         value_targets=found.value_targets,
         pairs=found.pairs,
-        state=found.state,
+        state=state if found.state is None else found.state,
     )
 
 

@@ -58,7 +58,6 @@ def _(estimator: Pairs, case: Case) -> Estimate:
     return Estimate(
         advantage=torch.zeros(batch.num_tokens, dtype=torch.float64),
         pairs=torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2),
-        state=case.state,
     )
 
 

@@ -77,8 +77,10 @@ def adapt(
     Args:
         bound: the algorithm.
         state: before the update.
-        kl: mean KL to the reference over the batch's tokens; None = not measured.
-        entropy: mean entropy over the batch's tokens; None = not measured.
+        kl: mean KL to the reference over the batch's tokens, the metric `train/kl`; None = not
+            measured.
+        entropy: mean entropy over the batch's tokens, the metric `train/entropy`; None = not
+            measured.
         count: trajectories of the batch.
     """
     term, bonus = bound.algorithm.term(KL), bound.algorithm.term(Entropy)

@@ -4,6 +4,7 @@ model -> cold start -> evaluation -> reinforcement learning -> evaluation -> sav
 """
 
 import contextlib
+import json
 import logging
 import shutil
 from collections.abc import Mapping
@@ -45,6 +46,10 @@ from turngym.tracking import Many, Tracker, make_tracker, write_json
 __all__ = ["TrainSession", "train"]
 
 logger = logging.getLogger(__name__)
+
+
+_FIXED = ("env_id", "env", "seed", "prompts", "temperature", "model", "algorithm", "optim", "sft")
+"""Settings that a resumed run must share with its beginning."""
 
 
 def train(
@@ -110,12 +115,27 @@ class TrainSession:
             checkpoint = latest(run)
             if checkpoint is None:
                 raise CheckpointError(f"{run} holds no complete checkpoint; start without --resume")
+            self._check_same()
             return checkpoint
         if (run / "config.json").exists():
             raise ConfigError(
                 f"{run} already holds a run; go on with --resume, or choose another with --run"
             )
         return None
+
+    def _check_same(self) -> None:
+        """Refuse to go on with settings that the run did not begin with.
+
+        Raises:
+            ConfigError: one differs; names it and both values.
+        """
+        began = json.loads((self.config.run / "config.json").read_text(encoding="utf-8"))
+        for name, value in self._facts().items():
+            if name in _FIXED and began.get(name) != json.loads(json.dumps(value)):
+                raise ConfigError(
+                    f"cannot resume {self.config.run} with another {name}: the run began with "
+                    f"{began.get(name)}, now it is {value}"
+                )
 
     def _facts(self) -> dict[str, Any]:
         return dump(self.config) | {"env": dump_kwargs(self._env_kwargs)}

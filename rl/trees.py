@@ -94,12 +94,12 @@ def _(estimator: TreeCredit, case: Case) -> Estimate:
     parents = batch.tree.parent.tolist()
     if estimator.kind == "treerl":
         node_rewards = torch.tensor(treerl_rewards(parents, rewards), dtype=torch.float64)
-        return Estimate(node_rewards[batch.tree.node], state=case.state)
+        return Estimate(node_rewards[batch.tree.node])
     found = treepo_advantages(parents, rewards)
     values = torch.tensor([found.get(leaf, 0.0) for leaf in leaves], dtype=torch.float64)
     painted = paint(values.unsqueeze(-1), batch)
     mask = batch.trainable & live[batch.row]
-    return Estimate(whiten_tokens(painted, mask), state=case.state)
+    return Estimate(whiten_tokens(painted, mask))
 
 
 def branch_score(entropy_change: float, *, alpha: float = 0.5, beta: float = 0.2) -> float:

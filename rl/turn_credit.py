@@ -63,7 +63,7 @@ def _(estimator: AnchorState, case: Case) -> Estimate:
     size = lengths_of(batch.group, batch.num_groups, case.returns.live)
     here = here & (size >= 2)[batch.group].unsqueeze(-1)
     values = torch.where(here, episode.unsqueeze(-1) + estimator.omega * step, 0.0)
-    return Estimate(paint(values, batch), state=case.state)
+    return Estimate(paint(values, batch))
 
 
 @estimate.register
@@ -89,7 +89,7 @@ def _(estimator: OutcomeAndTurn, case: Case) -> Estimate:
         scale=True, eps=estimator.eps,
     ).reshape(turn.shape)  # fmt: skip
     values = base.unsqueeze(-1) + estimator.coef * discounted_to_go(extra, 1.0)
-    return Estimate(paint(values, batch), state=case.state)
+    return Estimate(paint(values, batch))
 
 
 @estimate.register
@@ -108,7 +108,7 @@ def _(estimator: TurnNormalized, case: Case) -> Estimate:
         to_go.flatten(), pool.flatten(), batch.num_groups * width, here.flatten(),
         scale=True, eps=estimator.eps,
     ).reshape(to_go.shape)  # fmt: skip
-    return Estimate(paint(values, batch), state=case.state)
+    return Estimate(paint(values, batch))
 
 
 @estimate.register
@@ -120,4 +120,4 @@ def _(estimator: StepValues, case: Case) -> Estimate:
     value = torch.where(here, batch.step_values.double(), 0.0)
     following = torch.nn.functional.pad(value[:, 1:], (0, 1))
     values = torch.where(here, steps + estimator.gamma * following - value, 0.0)
-    return Estimate(paint(values, batch), state=case.state)
+    return Estimate(paint(values, batch))

@@ -36,7 +36,7 @@ class Limits:
     wall_s: float = 10.0
     """Default wall-clock limit of one `execute`, seconds."""
 
-    grace_s: float = 0.5
+    grace_s: float = 0.2
     """Seconds between SIGINT and SIGKILL at the limit."""
 
     cpu_s: float = 60.0

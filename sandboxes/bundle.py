@@ -5,8 +5,11 @@ under their own names, and takes them out of `sys.modules` again once they are l
 """
 
 import ast
+import base64
 import functools
 import importlib.util
+import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,8 @@ __all__ = ["container_program", "program"]
 _PREFIX = "turngym.sandboxes.inside."
 
 _LOADER = """\
-import builtins, sys, types
-SOURCES = {sources!r}
+import base64, builtins, json, sys, types, zlib
+SOURCES = json.loads(zlib.decompress(base64.b85decode({sources!r})))
 for name in ("turngym", "turngym.sandboxes", "turngym.sandboxes.inside", *SOURCES):
     module = sys.modules[name] = types.ModuleType(name)
     # Own builtins: code that patches the builtins module does not reach the driver.
@@ -35,7 +38,7 @@ def program(entry: str, config: dict[str, Any]) -> str:
         entry: name of a module in `turngym.sandboxes.inside`.
         config: literals only, they travel as their `repr`.
     """
-    return _LOADER.format(sources=_sources(entry), config=config)
+    return _LOADER.format(sources=_packed(entry), config=config)
 
 
 def container_program() -> str:
@@ -47,6 +50,11 @@ def container_program() -> str:
 
 
 @functools.cache
+def _packed(entry: str) -> str:
+    """The sources as text; packed, since one argument may have 131,072 bytes."""
+    return base64.b85encode(zlib.compress(json.dumps(_sources(entry)).encode(), 9)).decode()
+
+
 def _sources(entry: str) -> dict[str, str]:
     """Sources of `entry` and what it imports from `inside`, dependencies first."""
     folder = Path(str(importlib.util.find_spec(_PREFIX + "frames").origin)).parent  # type: ignore[union-attr]

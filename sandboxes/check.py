@@ -1,7 +1,6 @@
 """`check_sandbox`: does a backend keep the contract, and does it hold against hostile code?"""
 
 import asyncio
-import contextlib
 import os
 import time
 from collections.abc import Iterable
@@ -10,15 +9,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from turngym.errors import SandboxError
-from turngym.sandboxes.attack import Attack, capabilities, load_attacks, verdict
 from turngym.sandboxes.base import Guarantees, Sandbox
-from turngym.sandboxes.canaries import Canaries
-from turngym.sandboxes.contract import CHECKS, Check
+from turngym.sandboxes.checking.attack import Attack, capabilities, load_attacks, verdict
+from turngym.sandboxes.checking.canaries import Canaries
+from turngym.sandboxes.checking.contract import CHECKS, Check
+from turngym.sandboxes.checking.escape_programs import ESCAPE_PROGRAMS
+from turngym.sandboxes.checking.leaks import descendants, open_files
+from turngym.sandboxes.checking.resource_programs import RESOURCE_PROGRAMS
 from turngym.sandboxes.factory import create
-from turngym.sandboxes.programs import PROGRAMS
 from turngym.sandboxes.sync import SyncSandbox
 
 __all__ = ["CheckReport", "CheckRow", "acheck_sandbox", "check_sandbox"]
+
+_INFRA_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 0.0)
+"""Pauses before another try of a program that the machine, not the sandbox, let down."""
 
 Verdict = Literal["pass", "fail", "breach", "skip"]
 
@@ -136,7 +140,11 @@ async def acheck_sandbox(
     for name, check in CHECKS.items():
         if wanted is None or name in wanted:
             rows.append(await _contract_row(name, check, sandbox))
-    programs = [*PROGRAMS, *(load_attacks(path) if (path := _file(attacks)) else ())]
+    programs = [
+        *RESOURCE_PROGRAMS,
+        *ESCAPE_PROGRAMS,
+        *(load_attacks(path) if (path := _file(attacks)) else ()),
+    ]
     with Canaries() as canaries:
         suite = _Suite(sandbox, canaries)
         try:
@@ -206,8 +214,8 @@ class _Suite:
         if self._victim is None:
             self._victim = await self._sandbox.session()
             await self._victim.execute(_VICTIM)
-        for _ in range(3):
-            before = _descendants(), _open_files()
+        for pause_s in _INFRA_PAUSES_S:
+            before = descendants(), open_files()
             session = await self._sandbox.session()
             try:
                 outcome, detail, kind = await verdict(session, attack, self._canaries)
@@ -215,6 +223,7 @@ class _Suite:
                 await session.close()
             if kind != "infra":
                 break
+            await asyncio.sleep(pause_s)
         if outcome != "pass" or unconfined:
             return outcome, detail
         return await self._aftermath(*before)
@@ -224,38 +233,13 @@ class _Suite:
         seen = await self._victim.execute("(victim_secret, open('victim.txt').read())")
         if seen.result != "('VICTIM', 'VICTIM')":
             return "breach", f"the victim session was harmed: {seen.status} {seen.result}"
-        deadline = time.monotonic() + 1.0
-        while left := (_descendants() - processes):
+        # Without a mount namespace the session's folder is removed by a process of ours.
+        allowed_s = 20.0 if self._sandbox.guarantees.level == "landlock" else 1.0
+        deadline = time.monotonic() + allowed_s
+        while left := (descendants() - processes):
             if time.monotonic() > deadline:
                 return "fail", f"processes left behind: {sorted(left)}"
             await asyncio.sleep(0.02)
-        if (now := _open_files()) > files:
+        if (now := open_files()) > files:
             return "fail", f"{now - files} file descriptors left open on the host"
         return "pass", ""
-
-
-def _open_files() -> int:
-    try:
-        return len(os.listdir("/proc/self/fd"))
-    except OSError:
-        return 0
-
-
-def _descendants() -> set[int]:
-    """PIDs of this process's descendants, those inside PID namespaces included."""
-    parents: dict[int, int] = {}
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc"):
-            if name.isdigit():
-                with contextlib.suppress(OSError, ValueError, IndexError):
-                    text = Path("/proc", name, "stat").read_text(errors="replace")
-                    parents[int(name)] = int(text.rpartition(")")[2].split()[1])
-    own = os.getpid()
-    found: set[int] = set()
-    for pid in parents:
-        chain = [pid]
-        while (above := parents.get(chain[-1], 0)) > 1 and above != own:
-            chain.append(above)
-        if above == own:
-            found.update(chain)
-    return found

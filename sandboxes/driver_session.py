@@ -16,13 +16,17 @@ from turngym.errors import (
 )
 from turngym.sandboxes.base import Artifact, ErrorInfo, ExecResult, Limits
 from turngym.sandboxes.inside.frames import FrameError, FrameReader, encode
-from turngym.sandboxes.transport import Transport
+from turngym.sandboxes.pool import Turn
+from turngym.sandboxes.transport import SocketTransport, Transport
 
 __all__ = ["DriverSession", "Link"]
 
-Slot = Callable[[], contextlib.AbstractAsyncContextManager[float]]
-"""Context of one executing cell; yields the seconds spent waiting for it."""
+Answer = asyncio.Future[tuple[dict[str, Any], bytes]]
 
+Slot = Callable[[], contextlib.AbstractAsyncContextManager[Turn]]
+"""Context of one executing cell."""
+
+_SHORT = 16 << 10
 _ANSWER_SLACK_S = 30.0
 """How much later than its own limit init may answer before it counts as lost."""
 
@@ -37,11 +41,13 @@ class Link:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self._reader = FrameReader()
-        self._waiting: dict[int, asyncio.Future[tuple[dict[str, Any], bytes]]] = {}
+        self._waiting: dict[int, Answer] = {}
         self._numbers = itertools.count(1)
         self._pump: asyncio.Task[None] | None = None
         self._sending = asyncio.Lock()
         self._lost: SessionLostError | None = None
+        self.on_asleep: Callable[[], None] = _ignore
+        """Called when the running cell turns out to use no processor."""
 
     async def start(self, limits: Limits, workspace: str) -> dict[str, Any]:
         """Configure init and wait until the worker stands; returns its `ready` event.
@@ -74,6 +80,9 @@ class Link:
         try:
             while True:
                 message, body = await self._frame()
+                if "event" in message:
+                    self.on_asleep()
+                    continue
                 future = self._waiting.pop(int(message.get("id", 0)), None)
                 if future is not None and not future.done():
                     future.set_result((message, body))
@@ -93,11 +102,14 @@ class Link:
     ) -> tuple[dict[str, Any], bytes]:
         """Send a request and return its answer.
 
+        A cancelled `execute` or `program` is stopped before the cancellation goes on, so that the
+        next request finds the session idle.
+
         Args:
             message: the operation and its fields.
             body: raw bytes.
             within_s: longest time to wait.
-            descriptor: travels along, where the transport can carry it.
+            descriptor: travels along; needs a `SocketTransport`.
 
         Raises:
             OSError: the request failed inside; the errno of the far side.
@@ -106,20 +118,40 @@ class Link:
         if self._lost is not None:
             raise SessionLostError(str(self._lost))
         number = next(self._numbers)
-        future = asyncio.get_running_loop().create_future()
+        future: Answer = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
-            async with self._sending:
-                await self.transport.send(encode({**message, "id": number}, body), descriptor)
+            sending = self._send(encode({**message, "id": number}, body), descriptor)
+            # Half a frame would garble the stream; a short one is never sent by halves.
+            await (sending if len(body) < _SHORT else asyncio.shield(asyncio.create_task(sending)))
             async with asyncio.timeout(within_s):
-                answer, data = await future
+                answer, data = await asyncio.shield(future)
         except TimeoutError:
             raise SessionLostError(f"init gave no answer within {within_s:.0f} s") from None
+        except asyncio.CancelledError:
+            if message["op"] in ("execute", "program"):
+                await self._stop(future)
+            raise
         finally:
             self._waiting.pop(number, None)
+            future.cancel()
         if "errno" in answer:
             raise OSError(int(answer["errno"]), str(answer["message"]), message.get("path"))
         return answer, data
+
+    async def _send(self, frame: bytes, descriptor: int | None) -> None:
+        async with self._sending:
+            if descriptor is None:
+                await self.transport.send(frame)
+            else:
+                assert isinstance(self.transport, SocketTransport)
+                await self.transport.send_with_descriptor(frame, descriptor)
+
+    async def _stop(self, running: Answer) -> None:
+        with contextlib.suppress(SandboxError, OSError, TimeoutError):
+            await self.ask({"op": "interrupt"})
+            async with asyncio.timeout(_ANSWER_SLACK_S):
+                await asyncio.shield(running)
 
     async def close(self) -> None:
         """Hang up. Idempotent."""
@@ -190,35 +222,26 @@ class DriverSession:
         self._check_open()
         if not limit > 0:
             raise ConfigError(f"timeout_s must be positive, got {limit}")
-        async with self._serial, self._slot() as waited_s:
+        async with self._serial, self._slot() as turn:
             self._check_open()
             await self._thaw()
+            self._link.on_asleep = turn.release
             within_s = limit + self._limits.grace_s + _ANSWER_SLACK_S
             try:
-                answer, data = await self._ask_interruptibly(
-                    {**message, "timeout_s": limit}, body, within_s
-                )
+                message = {**message, "timeout_s": limit}
+                answer, data = await self._ask_interruptibly(message, body, within_s)
             except SessionLostError:
                 if self._closed:
                     raise SessionClosedError("the session was closed while it ran") from None
                 raise
             lost, self._lost = self._lost, ()
-            return _result(answer, data, waited_s, lost)
+            return _result(answer, data, turn, lost)
 
     async def _ask_interruptibly(
         self, message: dict[str, Any], body: bytes, within_s: float
     ) -> tuple[dict[str, Any], bytes]:
-        """Ask; when the caller is cancelled, stop the cell, so that the next one finds it idle."""
-        asking = asyncio.ensure_future(self._link.ask(message, body, within_s=within_s))
-        try:
-            return await asyncio.shield(asking)
-        except asyncio.CancelledError:
-            with contextlib.suppress(SandboxError, OSError):
-                await self._link.ask({"op": "interrupt"})
-                await asking
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-            raise
+        """Have init run something; a hook for backends whose init can die of what it runs."""
+        return await self._link.ask(message, body, within_s=within_s)
 
     async def write_file(self, path: str, data: bytes) -> None:
         """Write a file below `/workspace`; see `Session.write_file`."""
@@ -274,6 +297,10 @@ class DriverSession:
 
     async def _hang_up(self) -> None:
         await self._link.close()
+
+
+def _ignore() -> None:
+    """Nothing is running that could fall asleep."""
 
 
 def _result(

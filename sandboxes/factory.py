@@ -67,7 +67,7 @@ def _load(backend: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         extra = _EXTRA_OF.get(backend)
-        if extra is None or (error.name or "").startswith("turngym"):
+        if extra is None or (error.name or "").partition(".")[0] == "turngym":
             raise
         raise MissingDependencyError(
             f"the {backend!r} sandbox needs the package {error.name!r}; "

@@ -79,8 +79,9 @@ class LauncherConfig:
 class Launcher:
     """A running launcher process with its zygote; made by `start`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, base: str) -> None:
         self._process = process
+        self._base = base
         self._control = control
         self.missing: tuple[str, ...] = ()
         """Preloads that could not be imported, with the reason."""
@@ -106,7 +107,7 @@ class Launcher:
         with theirs:
             command = [config.python, "-I", "-c", program("zygote", settings)]
             process = await asyncio.to_thread(_spawn, command, theirs, dict(config.env))
-        launcher = cls(process, control)
+        launcher = cls(process, control, base)
         try:
             await launcher._await_ready()
         except BaseException:
@@ -158,6 +159,10 @@ class Launcher:
         except subprocess.TimeoutExpired:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+        if self._base and os.path.exists(self._base):
+            await asyncio.to_thread(subprocess.run, ["rm", "-rf", "--", self._base], check=False)
 
 
 def _spawn(

@@ -82,19 +82,10 @@ class LocalSandbox:
         reasons: list[str] = []
         for level in levels_to_try(isolation):
             try:
-                sandbox = cls(await Launcher.start(config, level), level, limits, pool)
-            except SandboxCreateError as error:
-                reasons.append(f"{level}: {error}")
-                continue
-            try:
-                await sandbox._prove()
+                sandbox = await cls._create_at(level, config, limits, pool)
             except (SandboxError, OSError) as error:
                 reasons.append(f"{level}: {error}")
-                await sandbox.aclose()
                 continue
-            except BaseException:
-                await sandbox.aclose()
-                raise
             if level in LOST and isolation != "none":
                 warnings.warn(
                     f"the local sandbox runs at level {level!r} ({'; '.join(reasons)}). "
@@ -108,6 +99,18 @@ class LocalSandbox:
             f"({'; '.join(reasons)}). Use the docker or e2b backend, or isolation='none' for code "
             "you trust"
         )
+
+    @classmethod
+    async def _create_at(
+        cls, level: Level, config: LauncherConfig, limits: Limits, pool: PoolConfig
+    ) -> "LocalSandbox":
+        sandbox = cls(await Launcher.start(config, level), level, limits, pool)
+        try:
+            await sandbox._prove()
+        except BaseException:
+            await sandbox.aclose()
+            raise
+        return sandbox
 
     async def _prove(self) -> None:
         """Run one cell, then fill the stock."""

@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from turngym.errors import ConfigError, SandboxError, SessionLostError
 from turngym.sandboxes.base import Limits, PoolConfig
 
-__all__ = ["PoolMetrics", "SessionPool"]
+__all__ = ["PoolMetrics", "SessionPool", "Turn"]
 
 
 class Poolable(Protocol):
@@ -66,6 +66,18 @@ class PoolMetrics:
     """Seconds requests and cells spent waiting, together."""
 
 
+class Turn(float):
+    """A place among the executing cells; as a number, the seconds waited for it."""
+
+    give_up: Callable[[], None] | None = None
+
+    def release(self) -> None:
+        """Let the next cell start, for example because this one only sleeps. Idempotent."""
+        give_up, self.give_up = self.give_up, None
+        if give_up is not None:
+            give_up()
+
+
 class SessionPool(Generic[S]):
     """The sessions of one backend.
 
@@ -113,17 +125,22 @@ class SessionPool(Generic[S]):
         )
 
     @contextlib.asynccontextmanager
-    async def slot(self) -> AsyncIterator[float]:
+    async def slot(self) -> AsyncIterator["Turn"]:
         """Hold one of the places for executing cells; yields the seconds waited for it."""
         start = time.monotonic()
-        async with self._slots:
-            waited = time.monotonic() - start
-            self._queued_s += waited
-            self._executing += 1
-            try:
-                yield waited
-            finally:
-                self._executing -= 1
+        await self._slots.acquire()
+        turn = Turn(time.monotonic() - start)
+        turn.give_up = self._give_up_slot
+        self._queued_s += turn
+        self._executing += 1
+        try:
+            yield turn
+        finally:
+            turn.release()
+
+    def _give_up_slot(self) -> None:
+        self._executing -= 1
+        self._slots.release()
 
     async def acquire(self, limits: Limits | None = None) -> S:
         """Return a fresh session; waits while `max_sessions` are in use.

@@ -13,12 +13,8 @@ __all__ = ["SocketTransport", "Transport"]
 class Transport(Protocol):
     """A two-way byte stream to one init; what a backend must provide for its sessions."""
 
-    async def send(self, data: bytes, descriptor: int | None = None) -> None:
-        """Write all of `data`, with a file descriptor where asked and the stream can carry one.
-
-        Raises:
-            SessionLostError: the far end is gone.
-        """
+    async def send(self, data: bytes) -> None:
+        """Write all of `data`; SessionLostError when the far end is gone."""
         ...
 
     async def receive(self) -> bytes:
@@ -37,26 +33,29 @@ class SocketTransport:
         ours.setblocking(False)
         self._socket = ours
 
-    async def send(self, data: bytes, descriptor: int | None = None) -> None:
+    async def send(self, data: bytes) -> None:
         """Write all of `data`."""
         try:
-            if descriptor is not None:
-                data = data[await self._send_descriptor(data, descriptor) :]
             await asyncio.get_running_loop().sock_sendall(self._socket, data)
         except OSError as error:
             raise SessionLostError(f"the session's init process is gone: {error}") from error
 
-    async def _send_descriptor(self, data: bytes, descriptor: int) -> int:
+    async def send_with_descriptor(self, data: bytes, descriptor: int) -> None:
+        """Write all of `data`; the far end receives a copy of the file descriptor with it."""
         while True:
             try:
-                return socket.send_fds(self._socket, [data], [descriptor])
+                sent = socket.send_fds(self._socket, [data], [descriptor])
             except BlockingIOError:
                 await asyncio.sleep(0.005)
+            except OSError as error:
+                raise SessionLostError(f"the session's init process is gone: {error}") from error
+            else:
+                return await self.send(data[sent:])
 
     async def receive(self) -> bytes:
         """Return the next bytes."""
         try:
-            data = await asyncio.get_running_loop().sock_recv(self._socket, 1 << 20)
+            data = await asyncio.get_running_loop().sock_recv(self._socket, 1 << 16)
         except OSError as error:
             raise SessionLostError(f"the session's init process is gone: {error}") from error
         if not data:

@@ -1,5 +1,6 @@
 """One execution, from request to verdict."""
 
+import os
 import signal
 import time
 from typing import Any
@@ -10,10 +11,15 @@ from turngym.sandboxes.inside.processes import Watch, cpu_s, schedule_s
 
 __all__ = ["Cell"]
 
+_NAP_S = 0.05
 _MUTE_S = 0.1
 """How long a worker that closed its channel may take to die before it counts as mute."""
 
-_OOM_FILES = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+_OOM_FILES = tuple(
+    path
+    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+    if os.path.exists(path)
+)
 
 
 class Cell:
@@ -55,7 +61,7 @@ class Cell:
         self._run_start, self._delay_start = schedule_s(worker)
         self._cpu_start = cpu_s(worker)
         self._cpu_s = self._delay_s = 0.0
-        self._starved = False
+        self._starved = self._nap_known = False
         self._oom_start = _oom_kills()
         watch.start(self._start)
 
@@ -70,7 +76,19 @@ class Cell:
         """Seconds until `check` must run again."""
         now = time.monotonic()
         wait = min(self._deadline - now, self._watch.due_in(now))
+        if not self._nap_known:
+            wait = min(wait, self._start + _NAP_S - now)
         return max(0.0, wait if self._mute_from is None else min(wait, _MUTE_S))
+
+    def fell_asleep(self) -> bool:
+        """True once, when the cell turns out to wait rather than to compute."""
+        now = time.monotonic()
+        if self._nap_known or now - self._start < _NAP_S:
+            return False
+        self._nap_known = True
+        return cpu_s(self._processes.worker) - self._cpu_start < _NAP_S / 5 and not (
+            schedule_s(self._processes.worker)[1] - self._delay_start > _NAP_S / 5
+        )
 
     def interrupt(self) -> None:
         """Stop at the host's wish; ends as a timeout."""
@@ -125,8 +143,8 @@ class Cell:
         elif not self._interrupted:
             self._interrupted = True
             self._deadline = now + self._grace_s
-            self._processes.interrupt()
             self._processes.kill_others()
+            self._processes.interrupt()
 
     def _kill(self) -> None:
         self._note_usage()

@@ -33,6 +33,8 @@ over stdin and stdout (a container: ``python3 -I -c PROGRAM`` with the program o
    A result has: status, stdout, stderr, stdout_bytes, stderr_bytes, truncated, result (text or
    null), error (null or {name, value, traceback}), artifacts ([[mime, size], ...], their bytes
    joined in the body), duration_s, cpu_s, delay_s, state_lost, exit_code, exit_signal, generation.
+   While a cell or program runs, ``{"event": "asleep", "id"}`` may come once: it waits rather than
+   computes, and need not be counted as running.
 4. The host ends the session by closing its end (stdin); init then kills everything and exits 0.
 
 Source is UTF-8 with lone surrogates passed through. Strings in answers are plain text: what the
@@ -56,16 +58,18 @@ from turngym.sandboxes.inside.cell import Cell
 from turngym.sandboxes.inside.files import list_files, read_file, write_file
 from turngym.sandboxes.inside.frames import FrameError, FrameReader, encode, pack
 from turngym.sandboxes.inside.interpreter import Confine, Interpreter
-from turngym.sandboxes.inside.processes import Processes, Watch, rss_bytes
+from turngym.sandboxes.inside.processes import (
+    Processes,
+    Watch,
+    death_notices,
+    rss_bytes,
+)
 
 __all__ = ["Init"]
 
 PROTOCOL = 1
 _CHUNK = 1 << 16
 _MAX_SLEEP_S = 1.0
-_POLL_S = 0.02
-_REAP_S = 0.1
-"""Pause between two looks for dead children where nothing announces their death."""
 
 
 class Fork(Protocol):
@@ -113,6 +117,18 @@ class Init:
         self._cell: Cell | None = None
         self._lost_unseen = False
         self._spent = False
+        self._deaths = death_notices()
+        self._handlers = {
+            "execute": self._execute,
+            "program": self._execute,
+            "interrupt": self._interrupt,
+            "reset": self._reset,
+            "fork": self._branch,
+            "write": self._write,
+            "read": self._read,
+            "list": self._list,
+            "ping": self._ping,
+        }
 
     def run(self) -> NoReturn:
         """Serve until the host hangs up."""
@@ -193,10 +209,14 @@ class Init:
             if interpreter.channel.fileno() in ready:
                 interpreter.push()
                 cell.on_channel()
-        interpreter.reap()
+        if self._deaths in ready:
+            os.read(self._deaths, 128)
+            interpreter.reap()
         if cell is not None:
             if not cell.done:
                 cell.check()
+                if cell.fell_asleep():
+                    self._send({"event": "asleep", "id": cell.id})
             if cell.done:
                 self._finish(cell)
         elif self._watch_idle():
@@ -211,7 +231,8 @@ class Init:
         poll = select.poll()
         poll.register(self._in, select.POLLIN)
         interpreter = self._interpreter
-        wait_s = _REAP_S if self._frozen else _MAX_SLEEP_S
+        poll.register(self._deaths, select.POLLIN)
+        wait_s = _MAX_SLEEP_S
         if self._cell is not None:
             if not interpreter.hung_up:
                 poll.register(interpreter.channel, interpreter.wanted_events())
@@ -219,10 +240,6 @@ class Init:
                 if not stream.ended:
                     poll.register(stream.fd, select.POLLIN)
             wait_s = min(wait_s, self._cell.next_check_s())
-        if interpreter.pidfd >= 0 and not (self._spent or self._frozen):
-            poll.register(interpreter.pidfd, select.POLLIN)
-        elif self._cell is not None:
-            wait_s = min(wait_s, _POLL_S)
         return {fd for fd, _ in poll.poll(max(0.0, wait_s * 1000))}
 
     def _watch_idle(self) -> bool:
@@ -239,17 +256,7 @@ class Init:
 
     def _handle(self, message: dict[str, Any], body: bytes) -> None:
         operation, number = message.get("op"), message.get("id")
-        handler = {
-            "execute": self._execute,
-            "program": self._execute,
-            "interrupt": self._interrupt,
-            "reset": self._reset,
-            "fork": self._branch,
-            "write": self._write,
-            "read": self._read,
-            "list": self._list,
-            "ping": self._ping,
-        }.get(str(operation))
+        handler = self._handlers.get(str(operation))
         try:
             if handler is None:
                 raise OSError(errno.ENOSYS, f"no operation {operation!r}")

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import select
+import signal
 import socket
 import struct
 from collections.abc import Callable
@@ -40,7 +41,6 @@ class Interpreter:
         self.processes = processes
         self.generation = 0
         self.exit_status: int | None = None
-        self.pidfd = -1
         self.hung_up = False
         """The worker's end of the channel is closed: it is dead, dying or mute."""
 
@@ -80,12 +80,9 @@ class Interpreter:
         self.hung_up = False
         self._inbox.clear()
         self._outbox.clear()
-        try:
-            self.pidfd = os.pidfd_open(pid)
-        except OSError:
-            self.pidfd = -1  # an old kernel or a container's filter: `reap` is polled instead
 
     def _become_worker(self, streams: Streams) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         os.setsid()
         channel, out, err = (os.dup2(fd, 200 + n) for n, fd in enumerate(streams))
         null = os.open("/dev/null", os.O_RDONLY)
@@ -113,10 +110,8 @@ class Interpreter:
     def close(self) -> None:
         """Let go of the worker's descriptors."""
         self.channel.close()
-        for fd in (self.out.fd, self.err.fd, self.pidfd):
-            if fd >= 0:
-                os.close(fd)
-        self.pidfd = -1
+        os.close(self.out.fd)
+        os.close(self.err.fd)
 
     def reap(self) -> None:
         """Collect dead children, and the worker's status when it is among them."""

@@ -1,11 +1,12 @@
 """The processes of a session, as init sees them."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import time
 
-__all__ = ["Processes", "Watch"]
+__all__ = ["Processes", "Watch", "death_notices"]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -38,14 +39,17 @@ class Processes:
         return [self.worker, *self.others()]
 
     def kill_others(self) -> None:
-        """SIGKILL all but init and the worker; repeated, since they may be forking."""
-        for _ in range(20):
-            alive = [pid for pid in self.others() if not is_zombie(pid)]
-            if not alive:
-                return
-            for pid in alive:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        """SIGKILL all but init and the worker, which is left stopped.
+
+        All are stopped at one stroke first, so that none can fork meanwhile.
+        """
+        if not self._isolated:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGSTOP)
+        for pid in self.others():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def kill_all(self) -> None:
         """SIGKILL everything but init."""
@@ -66,19 +70,24 @@ class Processes:
                 os.waitpid(-1, 0)
 
     def interrupt(self) -> None:
-        """SIGINT the worker."""
+        """SIGINT the worker, and let it go on if it was stopped."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.worker, signal.SIGINT)
             os.kill(self.worker, signal.SIGCONT)
 
 
-def is_zombie(pid: int) -> bool:
-    """True when the process is dead and only waits to be reaped."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
-    except OSError:
-        return True
+def death_notices() -> int:
+    """A descriptor that is readable when a child, adopted ones included, has died.
+
+    Blocks SIGCHLD, which needs no handler this way; forked workers must unblock it.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    mask = (1 << (signal.SIGCHLD - 1)).to_bytes(128, "little")
+    flags = os.O_NONBLOCK | os.O_CLOEXEC
+    fd = int(ctypes.CDLL(None, use_errno=True).signalfd(-1, mask, flags))
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), "signalfd failed")
+    return fd
 
 
 def name_of(pid: int) -> str:

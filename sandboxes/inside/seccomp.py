@@ -6,13 +6,14 @@ of the x32 ABI, answer ENOSYS; a foreign architecture ends the process.
 
 import ctypes
 import errno
+import functools
 import os
 import platform
 import struct
 import sys
 from collections.abc import Callable
 
-__all__ = ["install"]
+__all__ = ["install", "prepare"]
 
 # name, number on x86_64, number on aarch64; resolved with libseccomp
 _TABLE = """
@@ -116,14 +117,23 @@ def install(*, lone: bool = False) -> None:
     Raises:
         OSError: the architecture has no table, or the kernel refuses.
     """
-    code = _assemble(platform.machine(), os.getpid() if lone else None)
-    raw = b"".join(struct.pack("=HBBI", *line) for line in code)
+    raw = _program(platform.machine(), os.getpid() if lone else None)
     buffer = ctypes.create_string_buffer(raw, len(raw))
     libc = ctypes.CDLL(None, use_errno=True)
-    program = struct.pack("HxxxxxxP", len(code), ctypes.addressof(buffer))
+    program = struct.pack("HxxxxxxP", len(raw) // 8, ctypes.addressof(buffer))
     if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program, 0, 0):  # NO_NEW_PRIVS, SECCOMP
         number = ctypes.get_errno()
         raise OSError(number, "the kernel refused the system-call filter")
+
+
+def prepare() -> None:
+    """Assemble the common filter now, so that processes forked later need not."""
+    _program(platform.machine(), None)
+
+
+@functools.cache
+def _program(machine: str, lone_pid: int | None) -> bytes:
+    return b"".join(struct.pack("=HBBI", *line) for line in _assemble(machine, lone_pid))
 
 
 def _assemble(machine: str, lone_pid: int | None) -> list[Instruction]:

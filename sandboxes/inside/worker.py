@@ -63,6 +63,7 @@ class Worker:
         self._result_chars = int(limits["result_chars"])
         self._artifact_bytes = int(limits["artifact_mb"]) << 20
         self._cells = 0
+        self._interrupted = False
         self._loop: Any = None
         self._token = b""
         self._streams: list[io.TextIOWrapper] = []
@@ -158,6 +159,9 @@ class Worker:
 
     def _cell(self, source: bytes) -> list[bytes]:
         self._cells += 1
+        if self._interrupted:
+            _reap_children()
+            self._interrupted = False
         if any(stream.closed for stream in self._streams):
             self._make_streams()
         try:
@@ -169,6 +173,7 @@ class Worker:
                 return answer
             except BaseException as error:
                 _stop_tracing()
+                self._interrupted = type(error) is KeyboardInterrupt
                 answer = _describe(error, self._workspace)
                 self._flush()
                 return answer
@@ -179,6 +184,7 @@ class Worker:
         """Run a cell; return the value of its last expression statement, or None."""
         text = source.decode("utf-8", "surrogatepass")
         _remember(name, text)
+        linecache.cache.pop(f"<cell {self._cells - _KEPT_SOURCES}>", None)
         tree = compile(text, name, "exec", _CELL_FLAGS | ast.PyCF_ONLY_AST, dont_inherit=True)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         if tree.body:
@@ -247,6 +253,15 @@ def _ignore_interrupts() -> None:
             continue
 
 
+def _reap_children() -> None:
+    """Collect the children that init killed with an interrupted cell; they count as processes."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            continue
+    except ChildProcessError:
+        return
+
+
 def _stop_tracing() -> None:
     """Take off trace functions: they run inside the driver too, and may raise."""
     for stop in (_set_trace, _set_profile, _set_trace, _set_profile):
@@ -258,9 +273,6 @@ def _stop_tracing() -> None:
 
 def _remember(name: str, text: str) -> None:
     """Let tracebacks quote the source."""
-    cells = [key for key in linecache.cache if key.startswith("<cell ")]
-    for key in cells[:-_KEPT_SOURCES]:
-        del linecache.cache[key]
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
 
 

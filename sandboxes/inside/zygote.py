@@ -25,6 +25,7 @@ from turngym.sandboxes.inside.frames import encode
 from turngym.sandboxes.inside.init import Init
 from turngym.sandboxes.inside.interpreter import Interpreter
 from turngym.sandboxes.inside.landlock import restrict
+from turngym.sandboxes.inside.seccomp import prepare
 from turngym.sandboxes.inside.syscalls import (
     CLONE_NEWIPC,
     CLONE_NEWNS,
@@ -35,6 +36,7 @@ from turngym.sandboxes.inside.syscalls import (
     SESSION_NAMESPACES,
     bring_loopback_up,
     clone,
+    collapse_memory,
     prctl,
     unshare,
 )
@@ -59,6 +61,8 @@ def main(config: dict[str, Any]) -> NoReturn:
         host = os.pidfd_open(config["parent"])
         if os.getppid() != config["parent"]:
             os._exit(0)
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("900")  # when the machine runs out of memory, sessions go before the trainer
         if config["level"] == "namespaces":
             _enter_namespaces()
         leash, held = os.pipe()
@@ -117,6 +121,15 @@ def write_id_maps(inside: int, outside: int, inside_group: int, outside_group: i
             file.write(text)
 
 
+def _check_readable(paths: list[str]) -> None:
+    for path in paths:
+        if not os.access(path, os.R_OK):
+            raise PermissionError(
+                f"sessions run as user {os.geteuid()}, who cannot read the interpreter's {path}; "
+                "use an interpreter that everybody can read (option python)"
+            )
+
+
 class _Zygote:
     def __init__(self, config: dict[str, Any], leash: int) -> None:
         self._config = config
@@ -149,9 +162,11 @@ class _Zygote:
         if self._isolated:
             build(self._config["paths"])
         if os.geteuid() == 0 and self._config["level"] != "none":
+            needed = [path for path in interpreter_paths() if os.path.exists(path)]
             os.setgroups([])
             os.setresgid(_NOBODY, _NOBODY, _NOBODY)
             os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+            _check_readable(needed)
         if self._config["level"] != "none":
             drop_capabilities()
         # Read here: in a new user namespace every identity is unmapped until its maps are written.
@@ -172,8 +187,10 @@ class _Zygote:
                 importlib.import_module(name)
             except ImportError as error:
                 self._missing.append(f"{name}: {error}")
+        prepare()
         gc.collect()
         gc.freeze()
+        collapse_memory()
 
     def _turn(self) -> None:
         """Wait for a request, a dead session or the launcher's end."""

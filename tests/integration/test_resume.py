@@ -53,7 +53,8 @@ def wait_for_step(run: Path, step: int) -> None:
 
 
 def trained(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "model" / "model.safetensors")
+    weights: dict[str, torch.Tensor] = load_file(run / "model" / "model.safetensors")
+    return weights
 
 
 def test_a_killed_run_resumes_to_bit_equal_weights(tmp_path: Path) -> None:

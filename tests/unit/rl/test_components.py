@@ -22,7 +22,7 @@ from turngym.rl.filters import (
     wants_more,
 )
 from turngym.rl.labels import majority_label, proposer_reward
-from turngym.rl.masks import top_tokens
+from turngym.rl.masks import quantile, top_tokens
 from turngym.rl.metrics import largest, mean_of, merge, part_of_sum
 from turngym.rl.objectives import objective, value_objective
 from turngym.rl.padded import batch_from_padded
@@ -175,6 +175,19 @@ def test_groups_without_a_margin_give_no_pairs(run: RunFacts) -> None:
     assert (loss.item(), gradient.tolist()) == (0.0, [0.0, 0.0])
 
 
+def test_members_outside_every_pair_may_stay_out_of_the_forward_pass(run: RunFacts) -> None:
+    batch = padded([1, 2, 1], [1.0, 0.5, 0.0], logp_ref=-1.0)
+    bound = PRESETS["dpo"].bind(run)
+    planned = plan(bound, batch)
+    moving = planned.moving_rows(batch)
+    assert moving.tolist() == [True, False, True]
+    logp = torch.tensor([-0.5, -1.0, -1.0, -1.5], dtype=torch.float64)
+    whole, _ = objective(bound, batch, planned, torch.arange(4), logp)
+    index = moving[batch.row].nonzero().squeeze(-1)
+    part, _ = objective(bound, batch, planned, index, logp[index])
+    assert part.item() == whole.item()
+
+
 def test_learnability_is_a_share(trajectory: Any) -> None:
     with pytest.raises(ValueError, match=r"\[0, 1\]"):
         proposer_reward(1.5)
@@ -261,6 +274,12 @@ def test_the_top_share_holds_at_least_one_token() -> None:
     assert not top_tokens(values, torch.zeros(3, dtype=torch.bool), 0.5).any()
 
 
+@pytest.mark.parametrize("q", [0.0, 0.37, 0.8, 1.0])
+def test_quantiles_interpolate(q: float) -> None:
+    values = torch.tensor([0.3, 0.1, 0.9, 0.4, 0.9, 0.2], dtype=torch.float64)
+    assert quantile(values, q).item() == pytest.approx(torch.quantile(values, q).item())
+
+
 def test_random_tokens_are_drawn_anew_and_repeatably() -> None:
     rng = torch.Generator().manual_seed(0)
     batch = replace(
@@ -330,6 +349,16 @@ def test_rows_must_not_be_split_where_ratios_are_of_sequences(run: RunFacts) -> 
     planned = plan(bound, batch)
     with pytest.raises(TrajectoryError, match="row 0 is split"):
         objective(bound, batch, planned, torch.tensor([0]), torch.zeros(1))
+
+
+def test_the_distance_to_the_reference_is_measured_wherever_it_is_used(run: RunFacts) -> None:
+    batch = padded([1, 1], [1.0, 0.0], logp_ref=-1.5, logp_old=-1.0)
+    for name in ("grpo", "rloo"):
+        bound = PRESETS[name].bind(run)
+        logp = torch.full((2,), -1.0, dtype=torch.float64)
+        _, metrics = objective(bound, batch, plan(bound, batch), torch.arange(2), logp)
+        # k3 of d = 0.5: exp(-0.5) + 0.5 - 1.
+        assert metrics["train/kl"].value() == pytest.approx(0.1065307)
 
 
 def test_low_precision_is_computed_in_float32(run: RunFacts) -> None:

@@ -14,7 +14,7 @@ def test_the_page_holds_the_table_of_presets() -> None:
     text = PAGE.read_text(encoding="utf-8")
     _, _, rest = text.partition("<!-- presets: begin -->\n")
     table, _, _ = rest.partition("\n\n<!-- presets: end -->")
-    assert table == markdown(), "docs/algorithms.md should hold turngym.rl.describe.markdown()"
+    assert table == markdown(), "docs/algorithms.md needs: python -m turngym.rl.describe"
 
 
 def test_the_examples_of_the_page_run() -> None:

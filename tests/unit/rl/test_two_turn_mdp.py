@@ -177,7 +177,7 @@ def _(estimator: ZeroedSingletons, case: Case) -> Estimate:
     centred = centre(returns.to_go(1.0), present, batch.group, batch.num_groups)
     values = (centred.values * returns.weights.reshape(-1, 1, 1)).sum(0)
     alone = returns.reached & (returns.reached.sum(0) == 1)
-    return Estimate(paint(torch.where(alone, 0.0, values), batch), state=case.state)
+    return Estimate(paint(torch.where(alone, 0.0, values), batch))
 
 
 def bias(estimator: Estimator) -> float:

@@ -272,16 +272,6 @@ def test_cancelling_frees_the_row_and_keeps_the_session_usable(
     assert policy.stats["sampled_tokens"] < 180
 
 
-def test_prompt_log_probabilities_are_the_learners(
-    make_model: MakeModel, make_policy: MakePolicy
-) -> None:
-    for family in ("qwen3", "gpt2", "mamba"):
-        model = make_model(family)
-        ids = np.random.default_rng(0).integers(0, 61, 40).astype(np.int32)
-        want = policy_logprobs(model, [ids], [np.arange(1, 40)]).logp.detach().numpy()
-        np.testing.assert_allclose(make_policy(model).prompt_logprobs(ids), want, atol=1e-5)
-
-
 def test_a_model_in_training_mode_is_sampled_without_dropout(
     make_model: MakeModel, make_policy: MakePolicy
 ) -> None:
@@ -371,7 +361,7 @@ def test_a_forgotten_policy_closes_itself(make_model: MakeModel) -> None:
     ],
 )
 def test_limits_out_of_range_are_refused(
-    options: dict[str, int], message: str, make_model: MakeModel
+    options: dict[str, Any], message: str, make_model: MakeModel
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         HFPolicy(make_model("qwen3"), **options)

@@ -81,13 +81,32 @@ def test_weights_that_changed_unannounced_are_refused(
     sample(policy, PROMPT)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     row = np.array(PROMPT, np.int32)
-    (-policy_logprobs(model, [row], [np.arange(1, 8)]).logp.sum()).backward()
+    torch.autograd.backward(-policy_logprobs(model, [row], [np.arange(1, 8)]).logp.sum())
     optimizer.step()
     with pytest.raises(WeightSyncError, match="set_version"):
         sample(policy, PROMPT)
     policy.set_version(1)
     completion = sample(policy, PROMPT)
     np.testing.assert_allclose(completion.logp, score(model, PROMPT, completion), atol=1e-5)
+
+
+def test_weights_that_change_unannounced_end_what_is_in_flight(
+    make_model: MakeModel, make_policy: MakePolicy
+) -> None:
+    model = make_model("qwen3")
+    policy = make_policy(model, max_rows=2)
+
+    async def change() -> list[Completion | BaseException]:
+        calls = [policy.generate(PROMPT, Sampling(max_tokens=180), seed=k) for k in range(4)]
+        running = asyncio.gather(*calls, return_exceptions=True)
+        await until_sampling(policy, 5)
+        with policy.paused(), torch.no_grad():
+            next(iter(model.parameters())).mul_(1.1)
+        return await asyncio.wait_for(running, 30)
+
+    assert all(isinstance(outcome, WeightSyncError) for outcome in asyncio.run(change()))
+    policy.set_version(1)
+    assert len(sample(policy, PROMPT, max_tokens=5).ids) == 5
 
 
 def test_a_request_for_another_version_is_refused(

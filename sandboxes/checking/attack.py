@@ -1,6 +1,7 @@
 """Hostile programs: what one looks like, where they come from, whether a sandbox held."""
 
 import json
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,9 +10,9 @@ from typing import Any, Literal
 
 from turngym.errors import DataError, SessionLostError
 from turngym.sandboxes.base import ExecResult, Guarantees, Session
-from turngym.sandboxes.canaries import Canaries
+from turngym.sandboxes.checking.canaries import Canaries
 
-__all__ = ["Attack", "capabilities", "load_attacks", "verdict"]
+__all__ = ["Attack", "capabilities", "load_attacks", "program", "verdict"]
 
 _SLACK_S = 3.0
 _KEYS = {"name", "group", "code", "expect", "timeout", "needs", "after", "note", "harmless"}
@@ -39,6 +40,15 @@ class Attack:
 
     harmless: bool = False
     """Safe to run without any confinement, as the negative control does."""
+
+
+def program(name: str, group: str, code: str | list[str], **rest: Any) -> Attack:
+    """Build an attack of this package: indented code, expectations and fields as keywords."""
+    cells = [code] if isinstance(code, str) else code
+    names = {"timeout_s", "needs", "after", "harmless"} & rest.keys()
+    fields = {key: rest.pop(key) for key in names}
+    texts = tuple(textwrap.dedent(cell).strip("\n") for cell in cells)
+    return Attack(name=name, group=group, code=texts, expect=rest, **fields)
 
 
 _HARMLESS = frozenset(  # of the programs that come in files, which cannot say so themselves
@@ -84,10 +94,10 @@ def load_attacks(path: str | Path) -> tuple[Attack, ...]:
 
 def capabilities(guarantees: Guarantees) -> frozenset[str]:
     """What of a backend the attacks may rely on being there."""
-    everything = frozenset({"fork", "nproc", "netns", "supervisor_protected"})
     if guarantees.level == "landlock":
         return frozenset({"supervisor_protected"})
-    return everything
+    everything = {"fork", "nproc", "netns", "supervisor_protected"}
+    return frozenset(everything | {"quota"} if guarantees.disk == "hard" else everything)
 
 
 async def run_cells(

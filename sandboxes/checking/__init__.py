@@ -1,0 +1,1 @@
+"""The parts of `check_sandbox`: contract checks, hostile programs, canaries."""

@@ -6,7 +6,6 @@ model -> cold start -> evaluation -> reinforcement learning -> evaluation -> sav
 import contextlib
 import json
 import logging
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,24 +17,21 @@ from turngym.agents.base import Sampling
 from turngym.agents.evaluation import evaluate
 from turngym.agents.head import vocab_size
 from turngym.agents.hf_policy import HFPolicy
-from turngym.agents.model import attach_lora, load_model
 from turngym.agents.renderer import Renderer
 from turngym.agents.rollout import DemoAgent, EnvSource, RolloutEngine, TokenAgent
 from turngym.agents.seeds import derive
 from turngym.agents.store import TrajectoryStore
-from turngym.agents.tiny import build_tiny_agent
 from turngym.config import dump
 from turngym.errors import CheckpointError, ConfigError
 from turngym.rl.algorithm import BoundAlgorithm, RunFacts
-from turngym.rl.checkpoint import Checkpoint, latest, load_weights, saving
+from turngym.rl.checkpoint import Checkpoint, latest, saving
 from turngym.rl.collector import Collector
 from turngym.rl.config import TrainConfig
-from turngym.rl.critic import Critic, ValueModel, critic_optim
 from turngym.rl.engines import Engines
 from turngym.rl.learner import Learner
+from turngym.rl.models import Models
 from turngym.rl.observer import Observer, Quiet
 from turngym.rl.parallel import Ranks
-from turngym.rl.reference import AdaptersOff, FrozenCopy, Reference
 from turngym.rl.replay import ReplayBuffer
 from turngym.rl.sft import cold_start
 from turngym.rl.stream import TaskStream
@@ -48,7 +44,10 @@ __all__ = ["TrainSession", "train"]
 logger = logging.getLogger(__name__)
 
 
-_FIXED = ("env_id", "env", "seed", "prompts", "temperature", "model", "algorithm", "optim", "sft")
+_FIXED = (
+    *("env_id", "env", "seed", "prompts", "temperature", "curriculum"),
+    *("model", "algorithm", "optim", "critic", "sft"),
+)
 """Settings that a resumed run must share with its beginning."""
 
 
@@ -100,6 +99,7 @@ class TrainSession:
         self._stack = contextlib.ExitStack()
         self._ranks = Ranks.from_environment(device=config.model.device)
         self._checkpoint = self._prepare_folder()
+        self._models = Models(config, self._ranks, self._checkpoint)
         if config.deterministic or config.threads is not None:
             torch.set_num_threads(1 if config.deterministic else config.threads or 1)
 
@@ -145,7 +145,7 @@ class TrainSession:
         config = self.config
         source = EnvSource(config.env_id, self._env_kwargs, "train")
         bound = self._bind(source)
-        model, tokenizer = self._load()
+        model, tokenizer = self._models.load()
         self._ranks.wait()
         if self._ranks.is_main:  # from here on the folder is this run's
             write_json(config.run / "config.json", self._facts())
@@ -154,8 +154,8 @@ class TrainSession:
             if self._ranks.is_main:
                 self._start_cold(model, tokenizer, renderer)
             self._ranks.wait()
-            model, tokenizer = self._load(started=True)
-        model, reference, critic = self._ready(model, bound)
+            model, tokenizer = self._models.load(started=True)
+        model, reference, critic = self._models.ready(model, bound)
         policy = self._stack.enter_context(
             HFPolicy(
                 model,
@@ -193,27 +193,11 @@ class TrainSession:
             if critic is not None:
                 critic.model.save(config.run / "critic")
 
-    def _load(self, *, started: bool = False) -> tuple[Any, Any]:
-        """Load the model that RL starts from, or (before the cold start) the one named."""
-        config, base = self.config.model, self.config.run / "base"
-        path: str | Path = config.path
-        if (started or self._checkpoint is not None) and base.exists():
-            path = base
-        elif path == "tiny":
-            path = self.config.run / "tiny"
-            if self._ranks.is_main and self._checkpoint is None:
-                shutil.rmtree(path, ignore_errors=True)  # left by a start that was refused
-                with saving(path):
-                    build_tiny_agent(path, seed=self.config.seed)
-            self._ranks.wait()
-        device = self._ranks.device or config.device
-        return load_model(path, dtype=config.dtype, device=device)
-
     def _start_cold(self, model: Any, tokenizer: Any, renderer: Renderer) -> None:
         """Imitate the environment's expert; the result becomes the run's base model."""
         config, sft = self.config, self.config.sft
         if config.model.lora_rank:
-            model = self._attach(model)
+            model = self._models.attach(model)
         source = EnvSource(config.env_id, self._env_kwargs, "train")
         rollout = replace(config.rollout, group_size=1, deterministic=config.deterministic)
         agent = DemoAgent.factory(renderer, sft.habits)
@@ -242,39 +226,6 @@ class TrainSession:
         with saving(config.run / "base"):
             model.save_pretrained(config.run / "base")
             tokenizer.save_pretrained(config.run / "base")
-
-    def _attach(self, model: Any) -> Any:
-        config = self.config.model
-        targets: Any = config.lora_targets or "all-linear"
-        return attach_lora(
-            model,
-            config.lora_rank,
-            alpha=config.lora_alpha,
-            targets=targets,
-            seed=derive(self.config.seed, "adapters"),
-        )
-
-    def _ready(
-        self, model: Any, bound: BoundAlgorithm
-    ) -> tuple[Any, Reference | None, Critic | None]:
-        """Attach adapters, keep a reference and a critic where they are needed.
-
-        The policy's weights are then those of the checkpoint, when there is one.
-        """
-        config = self.config
-        critic: Critic | None = None
-        if bound.needs_values:
-            value_model = ValueModel.beside(model, config.critic)
-            critic = Critic(value_model, critic_optim(config.critic, config.optim), self._ranks)
-        reference: Reference | None = None
-        if config.model.lora_rank:
-            model = self._attach(model)
-            reference = AdaptersOff(model)
-        elif bound.needs_ref:
-            reference = FrozenCopy(model)
-        if self._checkpoint is not None:
-            load_weights(model, self._checkpoint.folder)
-        return model, reference, critic
 
     def _bind(self, source: EnvSource) -> BoundAlgorithm:
         config = self.config

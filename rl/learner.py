@@ -115,7 +115,8 @@ class Learner:
         if batch.logp_old is not None:
             metrics |= mismatch(batch, torch.arange(batch.num_tokens), batch.logp_old)
         else:
-            metrics |= mismatch(batch, *joined(self._ranks.gather(first)))
+            here = [(index, logp.cpu()) for index, logp in first]
+            metrics |= mismatch(batch, *joined(self._ranks.gather(here)))
         self.state = adapt(
             self.bound,
             planned.state,
@@ -233,7 +234,7 @@ class Learner:
             )
             loss.backward()  # type: ignore[no-untyped-call]
             parts.append(metrics)
-            scored.append((index, found.logp.detach().cpu()))
+            scored.append((index, found.logp.detach()))
         self._ranks.sum_gradients(self.optimizers.parameters)
         return parts
 

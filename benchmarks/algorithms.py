@@ -89,10 +89,11 @@ SPECIAL: dict[str, Case] = {
 """Presets that need more than their name: other sizes, a critic's rate, tasks that come again."""
 
 STARTS: dict[str, tuple[str, ...]] = {
-    "demo": (),
+    "demo": ("--sft.steps", "600"),
     "hard": (
         *("bench/HardTimes-v0", "--env.level", "1", "--sft.habits"),
         *("guess", "0.1", "wrong_operator", "0.02"),
+        *("--sft.steps", "600"),
     ),
 }
 """Flags of the cold starts."""

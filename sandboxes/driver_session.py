@@ -87,10 +87,16 @@ class Link:
                 if future is not None and not future.done():
                     future.set_result((message, body))
         except SessionLostError as error:
-            self._lost = error
-            for future in self._waiting.values():
-                if not future.done():
-                    future.set_exception(SessionLostError(str(error)))
+            self._fail(str(error))
+        finally:
+            self._fail("nobody listens to the session any more")
+
+    def _fail(self, reason: str) -> None:
+        """From now on no answer can come; the first reason counts."""
+        self._lost = self._lost or SessionLostError(reason)
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(SessionLostError(str(self._lost)))
 
     async def ask(
         self,
@@ -155,13 +161,10 @@ class Link:
 
     async def close(self) -> None:
         """Hang up. Idempotent."""
+        self._fail("the session was closed")
         if self._pump is not None:
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)
-        self._lost = self._lost or SessionLostError("the link is closed")
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(SessionLostError("the session was closed meanwhile"))
         await self.transport.close()
 
 

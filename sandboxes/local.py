@@ -187,17 +187,15 @@ async def _new_link() -> AsyncIterator[tuple[Link, socket.socket]]:
     try:
         async with asyncio.timeout(_START_S):
             yield link, theirs
-    except TimeoutError:
-        await link.close()
-        raise SandboxCreateError(f"a session was not up after {_START_S:.0f} s") from None
-    except SessionLostError as error:
-        await link.close()
-        raise SandboxCreateError(f"a session did not start: {error}") from error
-    except BaseException:
-        await link.close()
-        raise
-    finally:
+    except BaseException as error:
         theirs.close()
+        await link.close()
+        if isinstance(error, TimeoutError):
+            message = f"a session was not up after {_START_S:.0f} s"
+            raise SandboxCreateError(message) from None
+        if isinstance(error, SessionLostError):
+            raise SandboxCreateError(f"a session did not start: {error}") from error
+        raise
 
 
 class _Template:

@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-__all__ = ["descendants", "gone_within", "marked", "open_files"]
+__all__ = ["descendants", "gone_within", "marked", "open_files", "zombies_within"]
 
 
 def open_files() -> int:
@@ -33,6 +33,16 @@ def gone_within(mark: str, seconds: float) -> dict[int, str]:
     deadline = time.monotonic() + seconds
     while (left := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.02)
+    return left
+
+
+def zombies_within(mark: str, seconds: float) -> set[int]:
+    """Zombies of `marked` that nobody collects for `seconds`."""
+    deadline = time.monotonic() + seconds
+    left = {pid for pid, state in marked(mark).items() if state == "Z"}
+    while left and time.monotonic() < deadline:
+        time.sleep(0.02)
+        left &= {pid for pid, state in marked(mark).items() if state == "Z"}
     return left
 
 

@@ -10,7 +10,7 @@ import uuid
 import pytest
 
 from turngym.sandboxes import ExecResult, Limits, PoolConfig, Sandbox, create
-from turngym.sandboxes.checking.leaks import gone_within, marked, open_files
+from turngym.sandboxes.checking.leaks import gone_within, marked, open_files, zombies_within
 
 COUNT, COROUTINES = 2000, 128
 LIMITS = Limits(memory_mb=96, wall_s=30.0)
@@ -74,8 +74,7 @@ def test_two_thousand_executions_from_128_coroutines_leave_no_trace() -> None:
         shares = [work[n::COROUTINES] for n in range(COROUTINES)]
         try:
             await asyncio.gather(*(run_share(sandbox, share, results) for share in shares))
-            await asyncio.sleep(1.0)
-            assert [s for s in marked(mark).values() if s == "Z"] == []
+            assert zombies_within(mark, 2.0) == set()
         finally:
             await sandbox.aclose()
         assert len(results) == COUNT
@@ -85,7 +84,7 @@ def test_two_thousand_executions_from_128_coroutines_leave_no_trace() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 500))
     gc.collect()
     assert gone_within(mark, 2.0) == {}
-    assert open_files() == files
+    assert open_files() <= files
     assert resident_mb() - memory < 64
 
 

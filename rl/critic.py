@@ -78,6 +78,10 @@ class ValueModel(nn.Module):
             )
         return cls(decoder_of(model))
 
+    def get_output_embeddings(self) -> nn.Module:
+        """The head: an output layer, which Muon leaves to AdamW."""
+        return self.head
+
     def forward(self, contexts: Sequence[Context], *, after_last: bool = False) -> Tensor:
         """Value of the state before each sampled token, (n,) float32, context after context.
 

@@ -165,7 +165,7 @@ class Critic:
             for number in range(int(step.max()) + 1):
                 parts += self._accumulate(bound, batch, planned, step == number)
                 norms.append(self.optimizers.step())
-        return merge(self._ranks.gather(parts)) | {
+        return merge(self._ranks.gather(parts), steps=len(norms)) | {
             "critic/grad_norm": max(norms),
             "critic/explained_variance": explained_variance(batch, credit),
         }

@@ -105,8 +105,8 @@ STALE = ("--optim.minibatches", "4")
 
 CONTRASTS: dict[str, tuple[Case, ...]] = {
     "mis-scaled format reward (summed raw against normalised apart)": (
-        Case(name="summed", preset="grpo", algorithm=SCALED),
-        Case(name="gdpo", preset="gdpo", algorithm=EVEN),
+        Case(name="summed-grpo", preset="grpo", algorithm=SCALED),
+        Case(name="apart-gdpo", preset="gdpo", algorithm=EVEN),
     ),
     "prompts that are hardly ever solved": tuple(
         Case(name=f"hard-{name}", preset=name, algorithm=HARD, start="hard", steps=60)

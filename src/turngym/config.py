@@ -156,8 +156,38 @@ def parse_flags(default: T, argv: Sequence[str], *, prog: str, description: str)
             prog=prog,
             description=description,
             config=(tyro.conf.AvoidSubcommands,),
+            registry=_registry(),
         ),
     )
+
+
+def _registry() -> Any:
+    """Rules for flags: numbers by name are pairs (`--habits guess 0.2 no_think 0.1`), always.
+
+    tyro would offer a flag a name where the default has names, and pairs where it has none.
+    """
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
+
+    def build(words: list[str]) -> dict[str, float]:
+        if len(words) % 2:
+            raise ValueError(f"names and numbers must alternate, got {' '.join(words)}")
+        return {name: float(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+
+    spec: PrimitiveConstructorSpec[Any] = PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="[NAME NUMBER ...]",
+        instance_from_str=build,
+        is_instance=lambda value: isinstance(value, Mapping),
+        str_from_instance=lambda value: [w for n, v in value.items() for w in (n, f"{v:g}")],
+    )
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def numbers_by_name(info: Any) -> PrimitiveConstructorSpec[Any] | None:
+        is_map = typing.get_origin(info.type) in (dict, Mapping)
+        return spec if is_map and typing.get_args(info.type) == (str, float) else None
+
+    return registry
 
 
 def load(

@@ -58,6 +58,16 @@ def test_flags_override_the_recipe_which_overrides_the_default(recipe: Recipe) -
     assert config == Outer("b", Inner(2, {"guess": 0.5}), resume=True)
 
 
+def test_numbers_by_name_are_pairs_whatever_the_default(recipe: Recipe) -> None:
+    flags = ["--inner.rates", "skip", "1"]
+    assert load(Outer(), flags, prog="x").inner.rates == {"skip": 1.0}
+    argument = recipe("[inner]\nrates = {guess = 0.5}\n")
+    assert load(Outer(), [argument, *flags], prog="x").inner.rates == {"skip": 1.0}
+    assert load(Outer(), [argument], prog="x").inner.rates == {"guess": 0.5}
+    with pytest.raises(SystemExit):
+        load(Outer(), ["--inner.rates", "skip"], prog="x")
+
+
 def test_an_unknown_key_is_refused_with_its_path_and_a_suggestion(recipe: Recipe) -> None:
     with pytest.raises(ConfigError, match=r"unknown setting 'inner.sise'; did you mean 'size'\?"):
         load(Outer(), [recipe("[inner]\nsise = 4\n")], prog="x")

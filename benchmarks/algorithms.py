@@ -92,7 +92,7 @@ STARTS: dict[str, tuple[str, ...]] = {
     "demo": ("--sft.steps", "600"),
     "hard": (
         *("bench/HardTimes-v0", "--env.level", "1", "--sft.steps", "600"),
-        *("--sft.habits.guess", "0.1", "--sft.habits.wrong-operator", "0.02"),
+        *("--sft.habits", "guess", "0.1", "wrong_operator", "0.02"),
     ),
 }
 """Flags of the cold starts."""

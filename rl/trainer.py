@@ -96,7 +96,8 @@ class Trainer:
             CheckpointError: the run folder cannot be written.
         """
         every = self.config.eval.every
-        self._pretrain_critic()
+        if self.step < self.config.steps:
+            self._pretrain_critic()
         while self.step < self.config.steps and not self.stop_requested:
             metrics = self._train_one()
             self.step += 1
@@ -114,18 +115,21 @@ class Trainer:
         """Let the critic learn the returns of a policy that does not move yet (VAPO)."""
         metrics: dict[str, float] = {}
         while self.learner.pretraining_left and not self.stop_requested:
-            collected = self.collector.collect()
-            metrics = self.learner.pretrain_critic(collected.groups)
+            metrics = self.learner.pretrain_critic(self._collect().groups)
         if metrics:
             self._saved = -1
             self._tracker.log(metrics, self.step)
 
-    def _train_one(self) -> dict[str, float]:
-        started = time.perf_counter()
+    def _collect(self) -> Collected:
+        """Roll out one batch with the settings in force."""
         now = self.config.at(self.step)
         self._engines.use(now)
         self.learner.temperature = now.temperature
-        collected = self.collector.collect()
+        return self.collector.collect()
+
+    def _train_one(self) -> dict[str, float]:
+        started = time.perf_counter()
+        collected = self._collect()
         sampled_at = time.perf_counter()
         self._keep(collected)
         metrics = self.learner.update(collected.groups, greedy=collected.greedy)

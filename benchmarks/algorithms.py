@@ -91,9 +91,8 @@ SPECIAL: dict[str, Case] = {
 STARTS: dict[str, tuple[str, ...]] = {
     "demo": ("--sft.steps", "600"),
     "hard": (
-        *("bench/HardTimes-v0", "--env.level", "1", "--sft.habits"),
-        *("guess", "0.1", "wrong_operator", "0.02"),
-        *("--sft.steps", "600"),
+        *("bench/HardTimes-v0", "--env.level", "1", "--sft.steps", "600"),
+        *("--sft.habits.guess", "0.1", "--sft.habits.wrong-operator", "0.02"),
     ),
 }
 """Flags of the cold starts."""
@@ -105,8 +104,8 @@ STALE = ("--optim.minibatches", "4")
 
 CONTRASTS: dict[str, tuple[Case, ...]] = {
     "mis-scaled format reward (summed raw against normalised apart)": (
-        Case(name="summed", preset="grpo", algorithm=SCALED),
-        Case(name="gdpo", preset="gdpo", algorithm=EVEN),
+        Case(name="summed-grpo", preset="grpo", algorithm=SCALED),
+        Case(name="apart-gdpo", preset="gdpo", algorithm=EVEN),
     ),
     "prompts that are hardly ever solved": tuple(
         Case(name=f"hard-{name}", preset=name, algorithm=HARD, start="hard", steps=40)

@@ -78,6 +78,10 @@ class ValueModel(nn.Module):
             )
         return cls(decoder_of(model))
 
+    def get_output_embeddings(self) -> nn.Module:
+        """The head: an output layer, which Muon leaves to AdamW."""
+        return self.head
+
     def forward(self, contexts: Sequence[Context], *, after_last: bool = False) -> Tensor:
         """Value of the state before each sampled token, (n,) float32, context after context.
 
@@ -161,7 +165,7 @@ class Critic:
             for number in range(int(step.max()) + 1):
                 parts += self._accumulate(bound, batch, planned, step == number)
                 norms.append(self.optimizers.step())
-        return merge(self._ranks.gather(parts)) | {
+        return merge(self._ranks.gather(parts), steps=len(norms)) | {
             "critic/grad_norm": max(norms),
             "critic/explained_variance": explained_variance(batch, credit),
         }

@@ -115,7 +115,8 @@ class Learner:
         if batch.logp_old is not None:
             metrics |= mismatch(batch, torch.arange(batch.num_tokens), batch.logp_old)
         else:
-            metrics |= mismatch(batch, *joined(self._ranks.gather(first)))
+            here = [(index, logp.cpu()) for index, logp in first]
+            metrics |= mismatch(batch, *joined(self._ranks.gather(here)))
         self.state = adapt(
             self.bound,
             planned.state,
@@ -129,6 +130,7 @@ class Learner:
         """Take all optimizer steps; return metrics, the last plan, the first step's scores."""
         parts: list[Mapping[str, Metric]] = []
         norms: list[float] = []
+        moving = 0
         planned: Plan | None = None
         first: Scored = []
         for epoch in range(self.config.epochs):
@@ -141,14 +143,16 @@ class Learner:
                     batch, planned = self._plan_step(batch, credit, rows)
                 assert planned is not None
                 scored: Scored = []
+                rows = rows & planned.moving_rows(batch)
+                moving += int(rows.sum())
                 parts += self._accumulate(batch, planned, rows, scored)
                 first = first if norms else scored
                 norms.append(self.optimizers.step())
                 self.version += 1
         assert planned is not None
-        metrics = merge(self._ranks.gather(parts))
+        metrics = merge(self._ranks.gather(parts), steps=len(norms))
         metrics["train/grad_norm"] = max(norms)
-        metrics["train/moving_rows"] = float(planned.moving_rows(batch).sum())
+        metrics["train/moving_rows"] = moving / self.config.epochs
         return metrics, planned, first
 
     def pretrain_critic(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -210,8 +214,7 @@ class Learner:
     def _accumulate(
         self, batch: Batch, planned: Plan, rows: Tensor, scored: Scored
     ) -> list[Mapping[str, Metric]]:
-        moving = rows & planned.moving_rows(batch)
-        chosen = [i for i, context in enumerate(batch.contexts) if moving[context.row]]
+        chosen = [i for i, context in enumerate(batch.contexts) if rows[context.row]]
         parts: list[Mapping[str, Metric]] = []
         for part in self._ranks.share(self._passes(batch, chosen)):
             index = batch.tokens_of(part)
@@ -233,7 +236,7 @@ class Learner:
             )
             loss.backward()  # type: ignore[no-untyped-call]
             parts.append(metrics)
-            scored.append((index, found.logp.detach().cpu()))
+            scored.append((index, found.logp.detach()))
         self._ranks.sum_gradients(self.optimizers.parameters)
         return parts
 

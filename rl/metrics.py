@@ -50,8 +50,12 @@ def largest(values: Tensor, mask: Tensor) -> Metric:
     return Metric("max", found.amax() if found.numel() else values.new_tensor(-torch.inf))
 
 
-def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
-    """Combine the metrics of all parts of one optimizer step into numbers.
+def merge(parts: Iterable[Mapping[str, Metric]], *, steps: int = 1) -> dict[str, float]:
+    """Combine the metrics of all parts of some optimizer steps into numbers.
+
+    Args:
+        parts: metrics of the parts.
+        steps: optimizer steps they belong to; sums become means over them.
 
     Raises:
         TypeError: one name with two reductions.
@@ -60,4 +64,7 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
     for part in parts:
         for name, metric in part.items():
             merged[name] = merged[name].combine(metric) if name in merged else metric
-    return {name: metric.value() for name, metric in merged.items()}
+    return {
+        name: metric.value() / (steps if metric.reduction == "sum" else 1)
+        for name, metric in merged.items()
+    }

@@ -314,9 +314,9 @@ class TrainSession:
         return buffer
 
     def _evaluate(self, renderer: Renderer, policy: HFPolicy, name: str) -> None:
-        config = self.config
         if not self._ranks.is_main:
             return
+        config = self.config.at(0 if self.trainer is None else self.trainer.step)
         source = EnvSource(config.env_id, self._env_kwargs, "eval")
         tasks = min(config.eval.tasks, len(source.task_set))
         sampling = Sampling(temperature=config.temperature, max_tokens=config.rollout.max_tokens)

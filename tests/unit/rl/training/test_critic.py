@@ -155,6 +155,15 @@ def test_a_resumed_critic_goes_on_bit_for_bit(world: Any, tiny: Path, kit: Any) 
     assert torch.equal(kit.weights(learner.model), kit.weights(again.model))
 
 
+def test_muon_leaves_the_value_head_to_adamw(model: Any) -> None:
+    value_model = ValueModel.beside(model, CriticConfig())
+    critic = Critic(value_model, OptimConfig(lr=1e-3, matrix_lr=0.01))
+    (adamw, _), (muon, _) = critic.optimizers._parts
+    head = id(value_model.head.weight)
+    assert head in {id(p) for p in adamw.param_groups[0]["params"]}
+    assert head not in {id(p) for p in muon.param_groups[0]["params"]}
+
+
 def test_the_critics_rate_follows_the_policys_unless_it_is_given() -> None:
     policy = OptimConfig(lr=1e-6, schedule="linear", minibatches=3)
     assert critic_optim(CriticConfig(), policy).lr == pytest.approx(5e-6)

@@ -108,7 +108,7 @@ CONTRASTS: dict[str, tuple[Case, ...]] = {
         Case(name="apart-gdpo", preset="gdpo", algorithm=EVEN),
     ),
     "prompts that are hardly ever solved": tuple(
-        Case(name=f"hard-{name}", preset=name, algorithm=HARD, start="hard", steps=60)
+        Case(name=f"hard-{name}", preset=name, algorithm=HARD, start="hard", steps=40)
         for name in ("grpo", "maxrl", "ngrpo", "dapo")
     ),
     "keeping the shortest of a group": (

@@ -224,6 +224,10 @@ class _Suite:
             if kind != "infra":
                 break
             await asyncio.sleep(pause_s)
+        else:
+            load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+            if load > cores:
+                return "skip", f"too busy a machine to tell: load {load:.0f} on {cores} cores"
         if outcome != "pass" or unconfined:
             return outcome, detail
         return await self._aftermath(*before)

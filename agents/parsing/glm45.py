@@ -11,14 +11,13 @@ from turngym.agents.parsing.common import (
     Context,
     Dialect,
     Parsed,
-    ParsedCall,
     RoleTable,
     Segment,
     Style,
     walk,
 )
 from turngym.agents.parsing.jsonscan import skip_space
-from turngym.agents.parsing.markup import Positions, typed_arguments, untyped
+from turngym.agents.parsing.markup import Positions, typed_call, untyped
 from turngym.agents.parsing.writing import attempts_of, write_tagged
 from turngym.types import FunctionCall, Message
 
@@ -41,9 +40,9 @@ def parse(text: str, context: Context) -> Parsed:
         name, arguments, position = _read_body(text, body, value_ends)
         if name and text.startswith(CLOSE, position):
             end = position + len(CLOSE)
-            return [_call(name, arguments, (start, end), context)], end
+            return [typed_call(name, arguments, (start, end), context)], end
         if name and position == len(text) and context.finish_reason == "stop":
-            return [_call(name, arguments, (start, position), context)], position
+            return [typed_call(name, arguments, (start, position), context)], position
         close = closes.after(position)
         if close is None:
             return [failure("truncated", (start, len(text)))], len(text)
@@ -78,25 +77,8 @@ def _mend(body: str, span: tuple[int, int], context: Context) -> Attempt:
         body = re.sub(r"</arg_key>(?:\s*</arg_key>)+", "</arg_key>", body)
         name, arguments, position = _read_body(body, 0, Positions(_VALUE_END, body))
         if name and position == len(body):
-            return _call(name, arguments, span, context, flags=frozenset({"repaired"}))
+            return typed_call(name, arguments, span, context, flags=frozenset({"repaired"}))
     return failure("malformed_markup", span)
-
-
-def _call(
-    name: str,
-    arguments: list[tuple[str, str]],
-    span: tuple[int, int],
-    context: Context,
-    flags: frozenset[str] = frozenset(),
-) -> Attempt:
-    if len(dict(arguments)) < len(arguments) and not context.lenient:
-        return failure("duplicate_key", span)
-    typed, coerced = typed_arguments(
-        dict(arguments), context.parameters.get(name), lenient=context.lenient
-    )
-    if coerced:
-        flags |= {"coerced"}
-    return ParsedCall(name=name, arguments=typed, span=span, flags=flags)
 
 
 def write(action: Message, style: Style, in_reasoning: bool) -> list[Segment]:

@@ -2,13 +2,14 @@
 
 import re
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from turngym.agents.parsing.calls import coerce_arguments
+from turngym.agents.parsing.calls import coerce_arguments, failure
+from turngym.agents.parsing.common import Attempt, Context, ParsedCall
 from turngym.agents.parsing.jsonscan import scan_value, skip_space
 
-__all__ = ["Positions", "typed_arguments", "untyped"]
+__all__ = ["Positions", "typed_call", "untyped"]
 
 
 class Positions:
@@ -29,7 +30,25 @@ class Positions:
         return self._matches[index] if index < len(self._matches) else None
 
 
-def typed_arguments(
+def typed_call(
+    name: str,
+    parameters: Sequence[tuple[str, str]],
+    span: tuple[int, int],
+    context: Context,
+    flags: frozenset[str] = frozenset(),
+) -> Attempt:
+    """Make a call of a name and of parameters written without types, in order."""
+    raw = dict(parameters)
+    if len(raw) < len(parameters) and not context.lenient:
+        return failure("duplicate_key", span)
+    schema = context.parameters.get(name)
+    arguments, coerced = _typed_arguments(raw, schema, lenient=context.lenient)
+    if coerced:
+        flags |= {"coerced"}
+    return ParsedCall(name=name, arguments=arguments, span=span, flags=flags)
+
+
+def _typed_arguments(
     raw: Mapping[str, str], schema: Mapping[str, Any] | None, *, lenient: bool
 ) -> tuple[dict[str, Any], bool]:
     """Read values that were written without types.

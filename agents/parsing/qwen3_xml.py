@@ -12,14 +12,13 @@ from turngym.agents.parsing.common import (
     Context,
     Dialect,
     Parsed,
-    ParsedCall,
     RoleTable,
     Segment,
     Style,
     walk,
 )
 from turngym.agents.parsing.jsonscan import skip_space
-from turngym.agents.parsing.markup import Positions, typed_arguments, untyped
+from turngym.agents.parsing.markup import Positions, typed_call, untyped
 from turngym.agents.parsing.writing import write_tagged
 from turngym.types import FunctionCall, Message
 
@@ -96,7 +95,7 @@ def parse(text: str, context: Context) -> Parsed:
             while not (attempts and text.startswith(CLOSE, position)):
                 begun = position
                 name, parameters, end = functions.read(position)
-                attempts.append(_call(name, parameters, (start, end), context))
+                attempts.append(typed_call(name, parameters, (start, end), context))
                 position = skip_space(text, end)
                 if position == len(text) and context.finish_reason == "stop":
                     return attempts, position
@@ -121,25 +120,8 @@ def _mend(body: str, span: tuple[int, int], context: Context) -> Attempt:
             name, parameters, _ = _Function(body, context).read(0)
         except _BrokenError:
             return failure("malformed_markup", span)
-        return _call(name, parameters, span, context, flags=frozenset({"repaired"}))
+        return typed_call(name, parameters, span, context, flags=frozenset({"repaired"}))
     return failure("malformed_markup", span)
-
-
-def _call(
-    name: str,
-    parameters: list[tuple[str, str]],
-    span: tuple[int, int],
-    context: Context,
-    flags: frozenset[str] = frozenset(),
-) -> Attempt:
-    if len(dict(parameters)) < len(parameters) and not context.lenient:
-        return failure("duplicate_key", span)
-    arguments, coerced = typed_arguments(
-        dict(parameters), context.parameters.get(name), lenient=context.lenient
-    )
-    if coerced:
-        flags |= {"coerced"}
-    return ParsedCall(name=name, arguments=arguments, span=span, flags=flags)
 
 
 def write(action: Message, style: Style, in_reasoning: bool) -> list[Segment]:

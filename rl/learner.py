@@ -28,7 +28,7 @@ from turngym.rl.optim import Optimizers
 from turngym.rl.parallel import Ranks
 from turngym.rl.plan import Credit, Plan, assign, plan
 from turngym.rl.reference import Reference
-from turngym.rl.regularizers import adapt, kl_penalty
+from turngym.rl.regularizers import adapt
 from turngym.rl.scorer import Column, Scorer
 from turngym.rl.state import AlgorithmState
 from turngym.rl.terms import KL, ValueLoss
@@ -109,7 +109,6 @@ class Learner:
         if self.critic is not None:
             metrics |= self.critic.fit(self.bound, batch, credit, self._critic_steps(batch))
         before = self.version
-        metrics |= _reward_kl(batch)
         found, planned, first = self._improve(batch, credit)
         metrics |= found
         if batch.logp_old is not None:
@@ -291,14 +290,6 @@ class Learner:
             self._reference.load_state_dict(state["reference"])
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
-
-
-def _reward_kl(batch: Batch) -> dict[str, float]:
-    """Mean k3 estimate of KL(old || reference) a token, where the reward holds the penalty."""
-    if batch.logp_ref is None or batch.logp_old is None:
-        return {}
-    penalty = kl_penalty(batch.logp_old - batch.logp_ref, "k3")
-    return {"train/kl": float(penalty[batch.trainable].mean())}
 
 
 def _topk_ids(bound: BoundAlgorithm, batch: Batch, index: Tensor) -> Tensor | None:

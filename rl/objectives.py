@@ -79,8 +79,7 @@ def objective(
     if entropy is not None:
         metrics["train/entropy"] = mean_of(entropy, tokens.mask)
     if bound.algorithm.term(KL) is not None and batch.logp_ref is not None:
-        away = tokens.logp.detach() - _take(batch.logp_ref, index, tokens.logp)
-        away = torch.where(tokens.mask, away, 0.0)
+        away = tokens.logp.detach() - _reference(batch, index, tokens)
         metrics["train/kl"] = mean_of(kl_penalty(away, "k3"), tokens.mask)
     return loss, metrics
 

@@ -166,7 +166,7 @@ class Critic:
                 parts += self._accumulate(bound, batch, planned, step == number)
                 norms.append(self.optimizers.step())
         return merge(self._ranks.gather(parts), steps=len(norms)) | {
-            "critic/grad_norm": max(norms),
+            "critic/grad_norm": float(torch.tensor(norms).max()),
             "critic/explained_variance": explained_variance(batch, credit),
         }
 

@@ -150,7 +150,7 @@ class Learner:
                 self.version += 1
         assert planned is not None
         metrics = merge(self._ranks.gather(parts), steps=len(norms))
-        metrics["train/grad_norm"] = max(norms)
+        metrics["train/grad_norm"] = float(torch.tensor(norms).max())
         metrics["train/moving_rows"] = moving / self.config.epochs
         return metrics, planned, first
 
@@ -170,7 +170,7 @@ class Learner:
         return max(0, term.pretrain_steps - self.critic.steps)
 
     def _critic_steps(self, batch: Batch) -> Iterator[Tensor]:
-        """The critic takes `ValueLoss.updates` steps for each of the policy's, on the same rows."""
+        """The critic takes `ValueLoss.updates` steps for each of the policy's, over one batch."""
         term = self.bound.algorithm.term(ValueLoss) or ValueLoss()
         assert self.critic is not None
         for epoch in range(self.config.epochs):

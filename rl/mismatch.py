@@ -11,7 +11,7 @@ from torch import Tensor
 
 from turngym.rl.batch import Batch
 
-__all__ = ["mismatch", "staleness"]
+__all__ = ["joined", "mismatch", "staleness"]
 
 
 def mismatch(batch: Batch, index: Tensor, logp: Tensor) -> dict[str, float]:

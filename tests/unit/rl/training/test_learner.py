@@ -162,3 +162,12 @@ def test_a_run_without_marked_turns_trains_no_span(world: Any, model: Any, kit: 
     before = kit.weights(model)
     learner.update(world.collector(bound).collect().groups)
     assert torch.equal(kit.weights(model), before)
+
+
+def test_a_gradient_that_is_not_finite_is_not_hidden(world: Any, model: Any, kit: Any) -> None:
+    bound = world.bind(preset("dr_grpo"))
+    learner = kit.make_learner(model, bound)
+    steps = iter([math.nan, 1.0])
+    learner.optimizers.step = lambda: next(steps)
+    metrics = learner.update(world.collector(bound).collect().groups)
+    assert math.isnan(metrics["train/grad_norm"])

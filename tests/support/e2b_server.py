@@ -29,22 +29,28 @@ KEY = "e2b_" + "0" * 40
 # Streams are replaced at the level of `sys`, as ipykernel does; every message carries the id of
 # its request so that what an abandoned cell still says is not taken for its successor's.
 KERNEL = r"""
-import ast, json, os, signal, sys, time, traceback
+import ast, json, os, signal, sys, threading, time, traceback
 wire = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 request = {"id": None}
 def send(kind, **fields):
     wire.write(json.dumps({"type": kind, "id": request["id"], **fields}) + "\n")
 class Stream:
-    def __init__(self, kind): self.kind, self.text, self.sent = kind, "", 0.0
+    def __init__(self, kind): self.kind, self.parts, self.lock = kind, [], threading.Lock()
     def write(self, text):
-        self.text += text
-        if len(self.text) > 8192 or time.monotonic() - self.sent > 0.05: self.flush()
+        self.parts.append(text)
+        if len(self.parts) > 1000: self.flush()
         return len(text)
     def flush(self):
-        text, self.text, self.sent = self.text, "", time.monotonic()
-        if text: send(self.kind, text=text, timestamp=0)
+        with self.lock:
+            parts, self.parts = self.parts, []
+            if parts: send(self.kind, text="".join(parts), timestamp=0)
+def flush_now_and_then():
+    while True:
+        time.sleep(0.05)
+        sys.stdout.flush(), sys.stderr.flush()
 sys.stdout, sys.stderr = Stream("stdout"), Stream("stderr")
+threading.Thread(target=flush_now_and_then, daemon=True).start()
 main = {"__name__": "__main__"}
 def run(code):
     tree = ast.parse(code, "cell")

@@ -1,0 +1,293 @@
+"""A Docker or Podman engine, reached through the `docker` SDK.
+
+Every container carries the identity of its owner: kernel boot, pid namespace, process and start
+time. Whoever connects removes containers whose owner is provably dead. That is the second line;
+the first is that a container's PID 1 ends with the connection it was started over, and that the
+engine removes what has ended.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import struct
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from turngym.errors import (
+    MissingDependencyError,
+    SandboxCreateError,
+    SandboxUnavailableError,
+    SessionLostError,
+)
+
+__all__ = ["Container", "Death", "Engine", "connect", "owner_of_this_process"]
+
+T = TypeVar("T")
+
+OWNER_LABEL = "turngym.owner"
+BACKEND_LABEL = "turngym.backend"
+_HEADER = struct.Struct(">BxxxI")
+_STDERR = 2
+_OOM_TO_DEATH_S = 5
+
+
+def connect() -> tuple[Any, bool]:
+    """Return a client of the engine that `DOCKER_HOST` names, and whether it is a Podman.
+
+    Raises:
+        MissingDependencyError: the `docker` package is not installed.
+        SandboxUnavailableError: no engine answers.
+    """
+    try:
+        import docker
+    except ImportError as error:
+        raise MissingDependencyError(
+            "the 'docker' sandbox needs the package docker; "
+            "install it with: pip install 'turngym[docker]'"
+        ) from error
+    where = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+    try:
+        client = docker.APIClient(**docker.utils.kwargs_from_env(), version="auto", timeout=60, max_pool_size=64)
+        version = client.version()
+    except docker.errors.DockerException as error:
+        raise SandboxUnavailableError(
+            f"no Docker engine answers at {where} ({error}); start one and set DOCKER_HOST, or "
+            "use sandbox='local', which needs no daemon"
+        ) from error
+    if client.base_url.startswith("https://") or "ssh" in client.base_url:
+        client.close()
+        raise SandboxUnavailableError(
+            f"the 'docker' sandbox attaches over unix:// or plain tcp://, got {where}; "
+            "forward the engine's socket, for example with ssh -L"
+        )
+    parts = [part.get("Name", "") for part in version.get("Components") or ()]
+    return client, any("Podman" in part for part in parts)
+
+
+def owner_of_this_process() -> str:
+    """Return what no other process, now or later, can be: boot, pid namespace, pid, start time."""
+    return _owner(os.getpid()) or "unknown"
+
+
+def _owner(pid: int) -> str | None:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+        # Fields after the command, which may contain anything but ends at the last parenthesis.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return f"{boot}/{namespace}/{pid}/{fields[19]}"
+
+
+def _is_dead(owner: str) -> bool:
+    """Tell whether an owner is certainly gone; one on another machine might well be alive."""
+    boot, namespace, pid, _ = (owner.split("/") + [""] * 4)[:4]
+    mine = owner_of_this_process().split("/")
+    if [boot, namespace] != mine[:2] or not pid.isdigit():
+        return False
+    return _owner(int(pid)) != owner
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How a container ended, from the engine's record of events."""
+
+    exit_code: int | None
+    out_of_memory: bool
+
+
+class Container:
+    """The byte stream to a container's PID 1 (a `Transport`); losing it ends the container."""
+
+    def __init__(self, engine: "Engine", id: str, raw: socket.socket) -> None:
+        raw.setblocking(False)
+        self.id = id
+        self._engine = engine
+        self._raw = raw
+        self._buffer = bytearray()
+        self._last_words = b""
+        self._closed = False
+
+    async def send(self, data: bytes) -> None:
+        """Write to its standard input."""
+        try:
+            await asyncio.get_running_loop().sock_sendall(self._raw, data)
+        except OSError as error:
+            raise self._lost(repr(error)) from error
+
+    async def receive(self) -> bytes:
+        """Return the next piece of its standard output."""
+        while True:
+            while (piece := self._next()) is not None:
+                stream, data = piece
+                if stream != _STDERR:
+                    return data
+                self._last_words = (self._last_words + data)[-2048:]
+            try:
+                data = await asyncio.get_running_loop().sock_recv(self._raw, 1 << 20)
+            except OSError as error:
+                raise self._lost(repr(error)) from error
+            if not data:
+                raise self._lost("it ended")
+            self._buffer += data
+
+    def _lost(self, reason: str) -> SessionLostError:
+        words = self._last_words.decode("utf-8", "replace").strip()
+        return SessionLostError(f"container {self.id[:12]} is gone: {reason} {words}".rstrip())
+
+    def _next(self) -> tuple[int, bytes] | None:
+        """Cut a frame of the engine's multiplexing: stream number, length, data."""
+        if len(self._buffer) < _HEADER.size:
+            return None
+        stream, size = _HEADER.unpack_from(self._buffer)
+        end = _HEADER.size + size
+        if len(self._buffer) < end:
+            return None
+        data = bytes(self._buffer[_HEADER.size : end])
+        del self._buffer[:end]
+        return stream, data
+
+    def hang_up(self) -> None:
+        """Close the stream, upon which PID 1 ends and the engine removes the container."""
+        # The SDK's connection pool holds the same socket: closing this copy is not enough.
+        with contextlib.suppress(OSError):
+            self._raw.shutdown(socket.SHUT_RDWR)
+        self._raw.close()
+
+    async def close(self) -> None:
+        """Hang up and have the engine remove what is left; returns when it is gone."""
+        if not self._closed:
+            self._closed = True
+            self.hang_up()
+            await self._engine.remove(self.id)
+
+    async def death(self) -> Death:
+        """Say how the container ended, also after the engine has removed it."""
+        return await self._engine.call(self._engine._death, self.id)
+
+
+class Engine:
+    """The calls that the backend makes, off the event loop, with errors of our own."""
+
+    def __init__(self, client: Any, podman: bool) -> None:
+        self.podman = podman
+        self._client = client
+        self._id = uuid.uuid4().hex
+        self._threads = ThreadPoolExecutor(8, thread_name_prefix="turngym-docker")
+
+    @classmethod
+    async def connect(cls) -> "Engine":
+        """Find the engine (see `connect`) and clear away what dead owners left."""
+        engine = cls(*await asyncio.to_thread(connect))
+        await engine.call(engine._reap)
+        return engine
+
+    async def call(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """Run a blocking call on a thread of this engine."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._threads, lambda: function(*arguments, **options)
+        )
+
+    async def start(self, image: str, command: list[str], **options: Any) -> Container:
+        """Start a container and attach to its PID 1 before that says anything.
+
+        Raises:
+            SandboxUnavailableError: the image does not exist here.
+            SandboxCreateError: the engine refuses.
+        """
+        starting = asyncio.ensure_future(self.call(self._start, image, command, options))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(_hang_up)
+            raise
+
+    def _start(self, image: str, command: list[str], options: dict[str, Any]) -> Container:
+        import docker
+
+        client, container = self._client, ""
+        try:
+            container = client.create_container(
+                image,
+                command,
+                stdin_open=True,
+                labels={OWNER_LABEL: owner_of_this_process(), BACKEND_LABEL: self._id},
+                **options,
+            )["Id"]
+            attached = client.attach_socket(
+                container, {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
+            )
+            raw = socket.socket(fileno=os.dup(attached.fileno()))
+            attached.close()
+            client.start(container)
+        except docker.errors.ImageNotFound as error:
+            raise SandboxUnavailableError(
+                f"the engine has no image {image!r}; make it with "
+                f"turngym.sandboxes.docker.build_image({image!r}) or: docker pull {image}"
+            ) from error
+        except (docker.errors.DockerException, OSError) as error:
+            if container:
+                self._remove(container)
+            raise SandboxCreateError(
+                f"the engine did not start a container from {image!r}: {error}"
+            ) from error
+        return Container(self, container, raw)
+
+    async def remove(self, container: str) -> None:
+        """Remove a container, running or not, if it still exists."""
+        await self.call(self._remove, container)
+
+    def _remove(self, container: str) -> None:
+        import docker
+
+        try:
+            self._client.remove_container(container, force=True)
+        except docker.errors.NotFound:
+            return
+        except docker.errors.APIError as error:
+            # 409: the engine is removing it already.
+            if error.status_code != 409:
+                raise
+
+    def _death(self, container: str) -> Death:
+        filters = {"container": container, "event": ["oom", "die"]}
+        now = int(time.time())
+        code, died_at, oom_at = None, 0, -_OOM_TO_DEATH_S
+        for event in self._client.events(
+            since=now - 3600, until=now + 1, filters=filters, decode=True
+        ):
+            if event.get("Action", event.get("status")) == "oom":
+                oom_at = event["time"]
+            else:
+                died_at = event["time"]
+                code = int(event["Actor"]["Attributes"].get("exitCode", 0))
+        # An engine reports every kill in the container; only the last one took PID 1 along.
+        killed = code == 128 + signal.SIGKILL
+        return Death(code, killed and died_at - oom_at < _OOM_TO_DEATH_S)
+
+    def _reap(self) -> None:
+        for container in self._client.containers(all=True, filters={"label": OWNER_LABEL}):
+            if _is_dead(container["Labels"][OWNER_LABEL]):
+                self._remove(container["Id"])
+
+    async def close(self) -> None:
+        """Remove what this backend left behind, then disconnect."""
+        mine = {"label": f"{BACKEND_LABEL}={self._id}"}
+        for container in await self.call(self._client.containers, all=True, filters=mine):
+            await self.remove(container["Id"])
+        await self.call(self._client.close)
+        self._threads.shutdown(wait=False)
+
+
+def _hang_up(starting: "asyncio.Future[Container]") -> None:
+    if not starting.cancelled() and starting.exception() is None:
+        starting.result().hang_up()

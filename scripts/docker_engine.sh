@@ -44,7 +44,7 @@ rootfs() {
   skip='^(perl|libperl|libdb|libgdbm|dpkg|tar$|debianutils|install-info|mailcap|readline-common)'
   mkdir -p "$work/debs" "$work/root"
   apt-cache depends --recurse --no-recommends --no-suggests --no-conflicts --no-breaks \
-    --no-replaces --no-enhances python3 dash coreutils base-files netbase |
+    --no-replaces --no-enhances python3 dash coreutils base-files netbase libstdc++6 |
     grep '^[a-z]' | sort -u | grep -vE "$skip" >"$work/list"
   (cd "$work/debs" && xargs apt-get download -qq -o APT::Sandbox::User=root <"$work/list" >/dev/null)
   for deb in "$work"/debs/*.deb; do dpkg -x "$deb" "$work/root"; done

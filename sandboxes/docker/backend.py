@@ -1,145 +1,24 @@
-"""Containers as sessions, and what is asked of the engine for each of them."""
+"""The backend: its pool of containers and the proof that they are walled off."""
 
 import asyncio
-import base64
+import functools
 import json
-import re
-import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from turngym.errors import (
-    ConfigError,
-    SandboxCreateError,
-    SandboxUnavailableError,
-    SessionLostError,
-)
+from turngym.errors import SandboxCreateError, SandboxUnavailableError, SessionLostError
 from turngym.sandboxes.base import ExecResult, Guarantees, Limits, PoolConfig
-from turngym.sandboxes.bundle import container_program
 from turngym.sandboxes.docker.engine import Container, Engine
 from turngym.sandboxes.docker.image import DEFAULT_IMAGE
+from turngym.sandboxes.docker.options import WORKSPACE, Options
 from turngym.sandboxes.docker.probe import PROBE, guarantees_of
-from turngym.sandboxes.driver_session import DriverSession, Link, Slot
+from turngym.sandboxes.docker.session import DockerSession
+from turngym.sandboxes.driver_session import Link
 from turngym.sandboxes.pool import PoolMetrics, SessionPool
 
-__all__ = ["DockerSandbox", "DockerSession"]
+__all__ = ["DockerSandbox"]
 
-WORKSPACE = "/workspace"
 _START_S = 60.0
 """A session that is not up by then failed to start; takes 0.3 to 1 s on an idle machine."""
-
-_OVERHEAD_MB = 128
-"""Memory of init, of the preloaded modules and of the engine's own process in the container."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Settings of the backend, checked where they enter."""
-
-    image: str
-    preload: tuple[str, ...]
-    cpus: float
-    runtime: str | None
-    env: Mapping[str, str]
-
-    def __post_init__(self) -> None:
-        if self.cpus <= 0:
-            raise ConfigError(f"cpus must be positive, got {self.cpus}")
-        for name in self.preload:
-            if not re.fullmatch(r"[A-Za-z_][\w.]*", name):
-                raise ConfigError(f"preload must name modules, got {name!r}")
-
-    def command(self) -> list[str]:
-        """Return the command of PID 1: our init, whatever else the image holds."""
-        program = _PRELOAD.format(modules=self.preload) + container_program()
-        packed = base64.b85encode(zlib.compress(program.encode(), 9)).decode()
-        # One argument may have 128 KiB, so the program travels compressed.
-        unpack = f"import base64,zlib;exec(zlib.decompress(base64.b85decode({packed!r})))"
-        return ["python3", "-I", "-c", unpack]
-
-    def container(self, limits: Limits, podman: bool) -> dict[str, Any]:
-        """Return the engine's settings for a session with `limits`."""
-        disk, inodes = f"{limits.disk_mb}m", "" if podman else f",nr_inodes={limits.inodes}"
-        tmpfs = f"rw,exec,nosuid,nodev,mode=1777,size={disk}{inodes}"
-        # Files in a tmpfs are charged as memory.
-        memory = f"{limits.memory_mb + 2 * limits.disk_mb + _OVERHEAD_MB}m"
-        host = {
-            "auto_remove": True,
-            "network_mode": "none",
-            "read_only": True,
-            "cap_drop": ["ALL"],
-            "security_opt": ["no-new-privileges"],
-            "mem_limit": memory,
-            "memswap_limit": memory,
-            "pids_limit": limits.processes + 1,
-            "nano_cpus": int(self.cpus * 1e9),
-            "tmpfs": {WORKSPACE: tmpfs, "/tmp": tmpfs},
-            "shm_size": disk,
-            "runtime": self.runtime,
-        }
-        files = max(64, limits.open_files)
-        ulimits = {"nofile": files, "core": 0, "nproc": 4096, "memlock": 65536}
-        return {
-            "host": host,
-            "ulimits": ulimits,
-            "user": "1000:1000",
-            "working_dir": WORKSPACE,
-            "environment": _ENVIRONMENT | dict(self.env),
-            "entrypoint": [],
-        }
-
-
-_ENVIRONMENT = {
-    "HOME": WORKSPACE,
-    "LANG": "C.UTF-8",
-    "PYTHONDONTWRITEBYTECODE": "1",
-    # Workers are forked from init, which therefore must not start threads.
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-}
-
-_PRELOAD = """\
-for name in {modules!r}:
-    try:
-        __import__(name)
-    except ImportError:
-        pass
-"""
-
-
-class DockerSession(DriverSession):
-    """A session in a container of its own."""
-
-    def __init__(
-        self,
-        container: Container,
-        link: Link,
-        limits: Limits,
-        slot: Slot,
-        on_close: Callable[[Any], None],
-    ) -> None:
-        super().__init__(link, limits, slot, on_close)
-        self._container = container
-
-    @property
-    def container_id(self) -> str:
-        """The engine's name of the container."""
-        return self._container.id
-
-    async def _run(self, message: dict[str, Any], body: bytes, limit: float) -> ExecResult:
-        try:
-            return await super()._run(message, body, limit)
-        except SessionLostError as error:
-            death = await self._container.death()
-            if not death.out_of_memory:
-                raise
-            # The code's own doing, unlike any other way to lose a container.
-            raise _OutOfMemoryError(str(error)) from error
-
-
-class _OutOfMemoryError(SessionLostError):
-    """Placeholder."""
 
 
 class DockerSandbox:
@@ -206,7 +85,9 @@ class DockerSandbox:
                 f"a first cell in {self._options.image!r} gave {result.status}: {result.stderr}"
             )
         facts = json.loads(result.stdout)
-        self._guarantees = guarantees_of(facts, self._limits, self._options.preload)
+        self._guarantees = guarantees_of(
+            facts, self._limits, self._options.preload, self._engine.podman
+        )
         await self._pool.warm_up()
 
     @property
@@ -255,10 +136,14 @@ class DockerSandbox:
     async def _start(
         self, limits: Limits, on_close: Callable[[DockerSession], None]
     ) -> DockerSession:
+        start_link = functools.partial(self._start_link, limits)
+        container, link = await start_link()
+        return DockerSession(container, link, start_link, limits, self._pool.slot, on_close)
+
+    async def _start_link(self, limits: Limits) -> tuple[Container, Link]:
+        """Start a container and configure the init in it."""
         container = await self._engine.start(
-            self._options.image,
-            self._options.command(),
-            self._options.container(limits, self._engine.podman),
+            self._options.image, self._options.command(), **self._options.container(limits)
         )
         link = Link(container)
         try:
@@ -272,4 +157,4 @@ class DockerSandbox:
         except BaseException:
             await link.close()
             raise
-        return DockerSession(container, link, limits, self._pool.slot, on_close)
+        return container, link

@@ -8,7 +8,9 @@ engine removes what has ended.
 
 import asyncio
 import contextlib
+import logging
 import os
+import re
 import signal
 import socket
 import struct
@@ -17,18 +19,21 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
 
 from turngym.errors import (
     MissingDependencyError,
     SandboxCreateError,
+    SandboxError,
     SandboxUnavailableError,
     SessionLostError,
 )
 
 __all__ = ["Container", "Death", "Engine", "connect", "owner_of_this_process"]
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 OWNER_LABEL = "turngym.owner"
@@ -54,7 +59,9 @@ def connect() -> tuple[Any, bool]:
         ) from error
     where = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
     try:
-        client = docker.APIClient(**docker.utils.kwargs_from_env(), version="auto", timeout=60, max_pool_size=64)
+        client = docker.APIClient(
+            **docker.utils.kwargs_from_env(), version="auto", timeout=60, max_pool_size=64
+        )
         version = client.version()
     except docker.errors.DockerException as error:
         raise SandboxUnavailableError(
@@ -107,11 +114,13 @@ class Death:
 class Container:
     """The byte stream to a container's PID 1 (a `Transport`); losing it ends the container."""
 
-    def __init__(self, engine: "Engine", id: str, raw: socket.socket) -> None:
-        raw.setblocking(False)
+    def __init__(self, engine: "Engine", id: str, attached: Any) -> None:
         self.id = id
         self._engine = engine
-        self._raw = raw
+        # The SDK's view of the connection buffers and blocks; it is only kept to be closed.
+        self._attached = attached
+        self._raw = socket.socket(fileno=os.dup(attached.fileno()))
+        self._raw.setblocking(False)
         self._buffer = bytearray()
         self._last_words = b""
         self._closed = False
@@ -157,10 +166,10 @@ class Container:
 
     def hang_up(self) -> None:
         """Close the stream, upon which PID 1 ends and the engine removes the container."""
-        # The SDK's connection pool holds the same socket: closing this copy is not enough.
         with contextlib.suppress(OSError):
             self._raw.shutdown(socket.SHUT_RDWR)
         self._raw.close()
+        self._attached._response.close()
 
     async def close(self) -> None:
         """Hang up and have the engine remove what is left; returns when it is gone."""
@@ -181,6 +190,7 @@ class Engine:
         self.podman = podman
         self._client = client
         self._id = uuid.uuid4().hex
+        self._orphans: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="turngym-docker")
 
     @classmethod
@@ -193,25 +203,35 @@ class Engine:
     async def call(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
         """Run a blocking call on a thread of this engine."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._threads, lambda: function(*arguments, **options)
-        )
+        return await loop.run_in_executor(self._threads, lambda: function(*arguments, **options))
 
-    async def start(self, image: str, command: list[str], **options: Any) -> Container:
+    async def start(
+        self, image: str, command: list[str], host: dict[str, Any], **options: Any
+    ) -> Container:
         """Start a container and attach to its PID 1 before that says anything.
+
+        Args:
+            image: name of the image.
+            command: what PID 1 runs.
+            host: settings of the SDK's `create_host_config`.
+            **options: settings of the SDK's `create_container`.
 
         Raises:
             SandboxUnavailableError: the image does not exist here.
             SandboxCreateError: the engine refuses.
         """
-        starting = asyncio.ensure_future(self.call(self._start, image, command, options))
+        starting = asyncio.ensure_future(self.call(self._start, image, command, host, options))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            starting.add_done_callback(_hang_up)
+            orphan = asyncio.create_task(_close_when_started(starting))
+            self._orphans.add(orphan)
+            orphan.add_done_callback(self._orphans.discard)
             raise
 
-    def _start(self, image: str, command: list[str], options: dict[str, Any]) -> Container:
+    def _start(
+        self, image: str, command: list[str], host: dict[str, Any], options: dict[str, Any]
+    ) -> Container:
         import docker
 
         client, container = self._client, ""
@@ -220,14 +240,13 @@ class Engine:
                 image,
                 command,
                 stdin_open=True,
+                host_config=client.create_host_config(**self._adapted(host)),
                 labels={OWNER_LABEL: owner_of_this_process(), BACKEND_LABEL: self._id},
                 **options,
             )["Id"]
             attached = client.attach_socket(
                 container, {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
             )
-            raw = socket.socket(fileno=os.dup(attached.fileno()))
-            attached.close()
             client.start(container)
         except docker.errors.ImageNotFound as error:
             raise SandboxUnavailableError(
@@ -240,7 +259,14 @@ class Engine:
             raise SandboxCreateError(
                 f"the engine did not start a container from {image!r}: {error}"
             ) from error
-        return Container(self, container, raw)
+        return Container(self, container, attached)
+
+    def _adapted(self, host: dict[str, Any]) -> dict[str, Any]:
+        """Leave out what this engine does not know: Podman's tmpfs has no `nr_inodes`."""
+        if not self.podman:
+            return host
+        tmpfs = {path: re.sub(",nr_inodes=[0-9]+", "", how) for path, how in host["tmpfs"].items()}
+        return host | {"tmpfs": tmpfs}
 
     async def remove(self, container: str) -> None:
         """Remove a container, running or not, if it still exists."""
@@ -254,9 +280,11 @@ class Engine:
         except docker.errors.NotFound:
             return
         except docker.errors.APIError as error:
-            # 409: the engine is removing it already.
-            if error.status_code != 409:
+            if error.status_code != HTTPStatus.CONFLICT:
                 raise
+            # PID 1 has ended and the engine is removing its container already.
+            with contextlib.suppress(docker.errors.NotFound):
+                self._client.wait(container, condition="removed")
 
     def _death(self, container: str) -> Death:
         filters = {"container": container, "event": ["oom", "die"]}
@@ -281,6 +309,7 @@ class Engine:
 
     async def close(self) -> None:
         """Remove what this backend left behind, then disconnect."""
+        await asyncio.gather(*self._orphans)
         mine = {"label": f"{BACKEND_LABEL}={self._id}"}
         for container in await self.call(self._client.containers, all=True, filters=mine):
             await self.remove(container["Id"])
@@ -288,6 +317,10 @@ class Engine:
         self._threads.shutdown(wait=False)
 
 
-def _hang_up(starting: "asyncio.Future[Container]") -> None:
-    if not starting.cancelled() and starting.exception() is None:
-        starting.result().hang_up()
+async def _close_when_started(starting: "asyncio.Future[Container]") -> None:
+    # Hanging up is not enough so early: an engine forgets to pass on the end of a standard input
+    # that ends before the process has begun.
+    try:
+        await (await starting).close()
+    except SandboxError as error:
+        logger.debug("an abandoned container did not start: %s", error)

@@ -1,5 +1,6 @@
-"""Images for the `docker` backend: from the Dockerfile, or from a folder of files where nothing
-can be pulled.
+"""Images for the `docker` backend: built from the Dockerfile, or imported where nothing can be.
+
+Both ways talk to the engine that `DOCKER_HOST` names.
 """
 
 import logging

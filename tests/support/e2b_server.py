@@ -140,6 +140,7 @@ class Machine:
         self.body = body
         self.root = Path(tempfile.mkdtemp(prefix="e2b-"))
         self.contexts: dict[str, Kernel] = {}
+        self.commands: list[int] = []
         self.timer: asyncio.TimerHandle | None = None
 
     def path(self, name: str) -> Path:
@@ -148,6 +149,9 @@ class Machine:
     async def stop(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
+        for group in self.commands:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
         await asyncio.gather(*(kernel.stop() for kernel in self.contexts.values()))
         shutil.rmtree(self.root, ignore_errors=True)
 
@@ -315,13 +319,11 @@ class Server:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
         )
+        machine.commands.append(process.pid)
         await say({"event": {"start": {"pid": process.pid}}})
-        try:
-            out, err = await process.communicate()
-        except asyncio.CancelledError:
-            process.kill()
-            raise
+        out, err = await process.communicate()
         for name, data in (("stdout", out), ("stderr", err)):
             await say({"event": {"data": {name: base64.b64encode(data).decode()}}})
         code = process.returncode or 0

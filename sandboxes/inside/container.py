@@ -24,4 +24,13 @@ def main(config: dict[str, Any]) -> NoReturn:
     protect()
     # RLIMIT_NPROC counts every process of the uid on the machine, other containers included.
     confinement = Confinement(count_processes=False)
-    Init(0, 1, confinement.apply, isolated=True).run()
+
+    def confine(limits: dict[str, Any]) -> None:
+        # Init shares the container's processor and memory limits with the worker: it must be the
+        # first to run, so that it can end a fork bomb, and the last to be killed.
+        os.nice(10)
+        confinement.apply(limits)
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+
+    Init(0, 1, confine, isolated=True).run()

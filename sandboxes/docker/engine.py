@@ -127,10 +127,8 @@ class Container:
         self._last_words = b""
         self._closed = False
 
-    async def send(self, data: bytes, descriptor: int | None = None) -> None:
-        """Write to its standard input, which cannot carry a descriptor."""
-        if descriptor is not None:
-            raise SandboxError("a file descriptor cannot be sent into a container")
+    async def send(self, data: bytes) -> None:
+        """Write to its standard input."""
         try:
             await asyncio.get_running_loop().sock_sendall(self._raw, data)
         except OSError as error:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +14,9 @@ from turngym.errors import (
     SandboxUnavailableError,
 )
 from turngym.sandboxes.base import ExecResult, Guarantees, Limits, PoolConfig
-from turngym.sandboxes.e2b.session import E2BSession, Options
+from turngym.sandboxes.e2b.options import Options
+from turngym.sandboxes.e2b.session import E2BSession
+from turngym.sandboxes.pool import PoolMetrics, SessionPool
 
 __all__ = ["E2BSandbox"]
 
@@ -28,11 +30,10 @@ class E2BSandbox:
         self._sdk = sdk
         self._options = options
         self._limits = limits
-        self._slots = asyncio.Semaphore(pool.max_sessions)
+        self._pool: SessionPool[E2BSession] = SessionPool(pool, limits, self._start)
         self._sessions: set[E2BSession] = set()
         self._orphans: set[asyncio.Task[None]] = set()
         self._keeper: asyncio.Task[None] | None = None
-        self._closed = False
 
     @classmethod
     async def create(
@@ -45,12 +46,11 @@ class E2BSandbox:
         request_timeout_s: float = 30.0,
         allow_internet: bool = False,
     ) -> "E2BSandbox":
-        """Prepare the client, with the key in `E2B_API_KEY`; no sandbox is started yet.
+        """Prepare the client, with the key in `E2B_API_KEY`, and start the stock.
 
         Args:
             limits: defaults of new sessions; processors, memory and disk are the template's.
-            pool: at most `max_sessions` sandboxes at once; none is started in advance, for each
-                of them is paid for while it waits.
+            pool: sizes; those kept in stock (`min_idle`) are paid for while they wait.
             template: name or id of an E2B template derived from the code interpreter's.
             lifetime_s: seconds after which the service kills a sandbox that nobody renews.
             request_timeout_s: longest wait for an answer that needs no agent code to run.
@@ -58,7 +58,7 @@ class E2BSandbox:
 
         Raises:
             MissingDependencyError: `e2b-code-interpreter` is not installed.
-            SandboxUnavailableError: there is no API key.
+            SandboxUnavailableError: there is no API key, or it is refused.
             ConfigError: an option is out of range.
         """
         options = Options(
@@ -79,7 +79,13 @@ class E2BSandbox:
                 "the 'e2b' sandbox needs an API key in the environment variable E2B_API_KEY "
                 "(keys are made at e2b.dev/dashboard); the 'local' sandbox needs none"
             )
-        return cls(sdk, options, limits or Limits(), pool or PoolConfig())
+        sandbox = cls(sdk, options, limits or Limits(), pool or PoolConfig())
+        try:
+            await sandbox._pool.warm_up()
+        except BaseException:
+            await sandbox.aclose()
+            raise
+        return sandbox
 
     @property
     def limits(self) -> Limits:
@@ -105,14 +111,19 @@ class E2BSandbox:
             ),
         )
 
+    @property
+    def metrics(self) -> PoolMetrics:
+        """Counters of the pool."""
+        return self._pool.metrics
+
     async def session(self, *, limits: Limits | None = None) -> E2BSession:
-        """Start a sandbox with a kernel; waits its turn while `max_sessions` are alive.
+        """Return a fresh session; waits while the pool is exhausted.
 
         Raises:
-            SandboxUnavailableError: the key was refused, or this backend is closed.
-            SandboxCreateError: the service did not start one.
+            SandboxUnavailableError: the key was refused.
+            SandboxCreateError: the service did not start a sandbox.
         """
-        return await self._open(limits or self._limits, kernel=True)
+        return await self._pool.acquire(limits)
 
     async def run(
         self,
@@ -124,41 +135,31 @@ class E2BSandbox:
         limits: Limits | None = None,
     ) -> ExecResult:
         """Run a program in a sandbox of its own, which is killed afterwards."""
-        session = await self._open(limits or self._limits, kernel=False)
+        session = await self._pool.acquire(limits)
         try:
             return await session.run_program(code, files or {}, argv, stdin)
         finally:
             await session.close()
 
-    async def _open(self, limits: Limits, *, kernel: bool) -> E2BSession:
-        await self._slots.acquire()
-        session: E2BSession | None = None
-        try:
-            if self._closed:
-                raise SandboxUnavailableError("this backend was closed; create another one")
-            remote = await self._start_remote()
-            session = E2BSession(self._sdk, remote, self._options, limits, self._forget)
-            self._sessions.add(session)
-            await session.start(kernel=kernel)
-        except SandboxError:
-            await self._abort(session)
-            raise
-        except asyncio.CancelledError:
-            await self._abort(session)
-            raise
+    async def _start(self, limits: Limits, on_close: Callable[[E2BSession], None]) -> E2BSession:
+        def forget(session: E2BSession) -> None:
+            self._sessions.discard(session)
+            on_close(session)
+
+        remote = await self._start_remote()
+        session = E2BSession(self._sdk, remote, self._options, limits, forget)
+        self._sessions.add(session)
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep_alive())
-        return session
-
-    async def _abort(self, session: E2BSession | None) -> None:
-        if session is None:
-            self._slots.release()
-        else:
+        try:
+            await session.start()
+        except SandboxError as error:
             await session.close()
-
-    def _forget(self, session: E2BSession) -> None:
-        self._sessions.discard(session)
-        self._slots.release()
+            raise SandboxCreateError(f"E2B sandbox {session.id} did not come up") from error
+        except BaseException:
+            await session.close()
+            raise
+        return session
 
     async def _start_remote(self) -> Any:
         request = asyncio.ensure_future(
@@ -207,8 +208,8 @@ class E2BSandbox:
 
     async def aclose(self) -> None:
         """Kill every sandbox. Idempotent."""
-        self._closed = True
+        await self._pool.aclose()
         if self._keeper is not None:
             self._keeper.cancel()
-        await asyncio.gather(*(session.close() for session in list(self._sessions)))
+            await asyncio.gather(self._keeper, return_exceptions=True)
         await asyncio.gather(*self._orphans)

@@ -9,7 +9,7 @@ from typing import Any
 from turngym.errors import TurngymError
 from turngym.sandboxes.base import Artifact, ErrorInfo
 
-__all__ = ["Capture", "OutputLimitError", "artifacts", "clip", "error_info"]
+__all__ = ["Capture", "OutputLimitError", "artifacts", "clip", "error_info", "uncaught"]
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _TEXT = {
@@ -86,6 +86,16 @@ def error_info(error: Any) -> ErrorInfo:
     """Translate the SDK's error of a cell, without the colours of IPython's tracebacks."""
     plain = _ANSI.sub("", error.traceback)
     return ErrorInfo(name=error.name, value=error.value, traceback=plain)
+
+
+def uncaught(stderr: str) -> ErrorInfo | None:
+    """Read the exception that ended a program from the end of its standard error."""
+    _, mark, trace = stderr.rpartition("Traceback (most recent call last):\n")
+    last = trace.rstrip().rpartition("\n")[2]
+    if not mark or not last:
+        return None
+    name, _, value = last.partition(": ")
+    return ErrorInfo(name=name.rpartition(".")[2], value=value, traceback=mark + trace)
 
 
 def artifacts(results: Sequence[Any], max_bytes: int) -> tuple[tuple[Artifact, ...], bool]:

@@ -6,48 +6,27 @@ import posixpath
 import shlex
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from turngym.errors import ConfigError, SandboxError, SessionClosedError, SessionLostError
 from turngym.sandboxes.base import ErrorInfo, ExecResult, ExecStatus, Limits
-from turngym.sandboxes.e2b.output import Capture, OutputLimitError, artifacts, clip, error_info
+from turngym.sandboxes.e2b.options import PROGRAM, WORKSPACE, Options, inside
+from turngym.sandboxes.e2b.output import (
+    Capture,
+    OutputLimitError,
+    artifacts,
+    clip,
+    error_info,
+    uncaught,
+)
 
-__all__ = ["E2BSession", "Options"]
+__all__ = ["E2BSession"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-WORKSPACE = "/workspace"
-PROGRAM = "/tmp/turngym"
-"""Folder of a one-shot program, apart from `/workspace` so that neither sees the other's names."""
-
 _KERNEL_DEATHS = ("ContextRestarting", "UnexpectedEndOfExecution", "WebSocketError")
 """Errors that the service reports in place of the kernel; they come without a traceback."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Settings of the backend, checked where they enter."""
-
-    template: str
-    lifetime_s: int
-    request_timeout_s: float
-    allow_internet: bool
-
-    def __post_init__(self) -> None:
-        if self.lifetime_s < 15:
-            raise ConfigError(
-                "lifetime_s must be at least 15, so that the renewal can keep up, "
-                f"got {self.lifetime_s}"
-            )
-        if self.request_timeout_s <= 0:
-            raise ConfigError(f"request_timeout_s must be positive, got {self.request_timeout_s}")
-
-    @property
-    def round_trip_s(self) -> float:
-        """Allowance for the network in what the other backends measure by `Limits.grace_s`."""
-        return min(2.0, self.request_timeout_s)
 
 
 class E2BSession:
@@ -82,11 +61,20 @@ class E2BSession:
         """E2B's name of the sandbox."""
         return str(self._remote.sandbox_id)
 
-    async def start(self, *, kernel: bool = True) -> None:
-        """Make `/workspace` and, unless only a program is to run, the kernel."""
+    @property
+    def limits(self) -> Limits:
+        """The session's limits."""
+        return self._limits
+
+    async def start(self) -> None:
+        """Make `/workspace` and the kernel."""
         await self._ask(self._remote.files.make_dir(WORKSPACE))
-        if kernel:
-            await self._ask(self._new_kernel())
+        await self._ask(self._new_kernel())
+
+    async def ping(self) -> None:
+        """Return when the sandbox is alive, raise SessionLostError otherwise."""
+        if not await self._ask(self._remote.is_running()):
+            raise SessionLostError(f"E2B sandbox {self.id} is not running")
 
     async def execute(self, code: str, timeout_s: float | None = None) -> ExecResult:
         """Run one cell; the clock includes the way to the service and back.
@@ -105,6 +93,8 @@ class E2BSession:
                 info = ErrorInfo(name="UnicodeEncodeError", value=str(error), traceback=str(error))
                 return ExecResult(status="error", error=info, generation=self._generation)
             limit = self._limits.wall_s if timeout_s is None else timeout_s
+            if not limit > 0:
+                raise ConfigError(f"timeout_s must be positive, got {limit}")
             await self.renew(limit)
             if self._abandoned:
                 await self._recover()
@@ -159,20 +149,22 @@ class E2BSession:
         """Run `code` as a program of its own (see `turngym.sandboxes.base.Sandbox.run`)."""
         limit = self._limits.wall_s
         await self.renew(limit)
-        put = self._remote.files.write
+        source = code.encode("utf-8", "surrogatepass")
         inputs = {inside(path): data for path, data in files.items()}
-        inputs |= {f"{PROGRAM}/main.py": code.encode(), f"{PROGRAM}/stdin": stdin}
+        inputs |= {f"{PROGRAM}/main.py": source, f"{PROGRAM}/stdin": stdin}
         for path, data in inputs.items():
-            await self._ask(put(path, data))
+            await self._ask(self._remote.files.write(path, data))
         out, err = self._captures()
         began = time.monotonic()
         status, done = await self._watch(
             self._command(shlex.join(["python3", f"{PROGRAM}/main.py", *argv]), out, err), limit
         )
         exit_code = done.exit_code if done is not None else None
-        if done is not None and exit_code != 0:
-            # The service reports a program that a signal ended with a reason in place of a code.
-            status = "exited" if done.error and "signal" in done.error else "error"
+        error = None
+        if exit_code is not None and exit_code != 0:
+            # How an uncaught exception ends a program; whatever else it was, it is the program's.
+            error = uncaught(err.text) if exit_code == 1 else None
+            status = "error" if error is not None else "exited"
         return ExecResult(
             status=status,
             stdout=out.text,
@@ -180,6 +172,7 @@ class E2BSession:
             stdout_bytes=out.num_bytes,
             stderr_bytes=err.num_bytes,
             truncated=out.truncated or err.truncated,
+            error=error,
             duration_s=time.monotonic() - began,
             exit_code=exit_code,
         )
@@ -388,15 +381,3 @@ class E2BSession:
             raise SessionClosedError(f"session {self.id} was closed; start a new one")
         if self._lost is not None:
             raise SessionLostError(f"E2B sandbox {self.id} is lost: {self._lost}")
-
-
-def inside(path: str) -> str:
-    """Resolve a path against `/workspace`.
-
-    Raises:
-        SandboxError: it leads out of there.
-    """
-    full = posixpath.normpath(posixpath.join(WORKSPACE, path))
-    if not full.startswith(WORKSPACE + "/"):
-        raise SandboxError(f"path must lie below {WORKSPACE}, got {path!r}")
-    return full

@@ -265,7 +265,7 @@ def test_files_go_in_and_out_and_stay_inside(service: Service) -> None:
         assert (await session.execute("open('c.txt').read()")).result == "'c'"
         with pytest.raises(FileNotFoundError, match="nothing"):
             await session.read_file("nothing")
-        with pytest.raises(SandboxError, match="below /workspace"):
+        with pytest.raises(PermissionError, match="below /workspace"):
             await session.write_file("../outside", b"")
         assert (await session.execute("1")).ok
 
@@ -450,6 +450,19 @@ def test_sessions_beyond_the_bound_wait_their_turn(service: Service) -> None:
     run(body, pool=PoolConfig(max_sessions=2))
 
 
+def test_the_stock_is_started_in_advance_and_replaced_when_dead(service: Service) -> None:
+    async def body(sandbox: E2BSandbox) -> None:
+        (stocked,) = service.state["alive"]
+        service.kill(stocked)
+        session = await sandbox.session()
+        assert session.id != stocked
+        assert (await session.execute("1 + 1")).result == "2"
+        assert sandbox.metrics.unhealthy == 1
+
+    run(body, pool=PoolConfig(min_idle=1, max_sessions=2))
+    assert service.state["alive"] == []
+
+
 def test_run_is_a_program_of_its_own(service: Service) -> None:
     async def body(sandbox: E2BSandbox) -> None:
         code = "import sys, helper\nprint(helper.f(), sys.argv[1:], sys.stdin.read(), __name__)"
@@ -469,9 +482,11 @@ def test_run_is_a_program_of_its_own(service: Service) -> None:
 def test_how_a_program_ended_is_told_apart(service: Service) -> None:
     async def body(sandbox: E2BSandbox) -> None:
         raised = await sandbox.run("import sys; print('so far'); sys.exit(3)")
-        assert (raised.status, raised.exit_code, raised.stdout) == ("error", 3, "so far\n")
+        assert (raised.status, raised.exit_code, raised.stdout) == ("exited", 3, "so far\n")
         failed = await sandbox.run("1/0")
         assert (failed.status, failed.exit_code) == ("error", 1)
+        assert failed.error is not None
+        assert (failed.error.name, failed.error.value) == ("ZeroDivisionError", "division by zero")
         assert "ZeroDivisionError" in failed.stderr
         slow = await sandbox.run("while True: pass", limits=Limits(wall_s=0.5))
         assert (slow.status, slow.exit_code) == ("timeout", None)

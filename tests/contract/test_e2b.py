@@ -23,6 +23,8 @@ from turngym.errors import (
     SessionLostError,
 )
 from turngym.sandboxes.base import Limits, PoolConfig, Sandbox, Session
+from turngym.sandboxes.check import check_sandbox
+from turngym.sandboxes.checking.contract import CHECKS
 from turngym.sandboxes.e2b import E2BSandbox, E2BSession
 
 pytest.importorskip("e2b_code_interpreter")
@@ -116,6 +118,15 @@ def test_it_is_a_sandbox_and_makes_sessions(service: Service) -> None:
         assert request["allow_internet_access"] is False
 
     run(body)
+    assert service.state["alive"] == []
+
+
+def test_the_functional_contract_of_every_backend_holds(service: Service) -> None:
+    # Symlinks lead to the sandbox's own files, and all of the machine is the agent's.
+    names = set(CHECKS) - {"files_outside_the_workspace_are_refused"}
+    assert len(names) >= 15
+    report = check_sandbox("e2b", only=names)
+    assert report.failed == (), report.table()
     assert service.state["alive"] == []
 
 

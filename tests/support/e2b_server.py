@@ -26,17 +26,21 @@ from aiohttp import web
 
 KEY = "e2b_" + "0" * 40
 
-# Streams are replaced at the level of `sys`, as ipykernel does; every message carries the id of
-# its request so that what an abandoned cell still says is not taken for its successor's.
+# What is written to `sys.stdout` and to descriptor 1 is collected now and then, as ipykernel does;
+# every message carries the id of its request, so that what an abandoned cell still says is not
+# taken for its successor's.
 KERNEL = r"""
 import ast, json, os, signal, sys, threading, time, traceback
 wire = os.fdopen(os.dup(1), "w", buffering=1)
-os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 request = {"id": None}
 def send(kind, **fields):
     wire.write(json.dumps({"type": kind, "id": request["id"], **fields}) + "\n")
 class Stream:
-    def __init__(self, kind): self.kind, self.parts, self.lock = kind, [], threading.Lock()
+    def __init__(self, kind, fd):
+        self.kind, self.parts, self.lock = kind, [], threading.Lock()
+        self.pipe, end = os.pipe()
+        os.set_blocking(self.pipe, False)
+        os.dup2(end, fd)
     def write(self, text):
         self.parts.append(text)
         if len(self.parts) > 1000: self.flush()
@@ -44,12 +48,14 @@ class Stream:
     def flush(self):
         with self.lock:
             parts, self.parts = self.parts, []
+            try: parts.append(os.read(self.pipe, 1 << 16).decode("utf-8", "replace"))
+            except BlockingIOError: pass
             if parts: send(self.kind, text="".join(parts), timestamp=0)
 def flush_now_and_then():
     while True:
         time.sleep(0.05)
         sys.stdout.flush(), sys.stderr.flush()
-sys.stdout, sys.stderr = Stream("stdout"), Stream("stderr")
+sys.stdout, sys.stderr = Stream("stdout", 1), Stream("stderr", 2)
 threading.Thread(target=flush_now_and_then, daemon=True).start()
 main = {"__name__": "__main__"}
 def run(code):

@@ -58,6 +58,9 @@ def connect() -> tuple[Any, bool]:
             "install it with: pip install 'turngym[docker]'"
         ) from error
     where = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+    hint = "start one and set DOCKER_HOST, or use sandbox='local', which needs no daemon"
+    if where.startswith("unix://") and not os.path.exists(where.removeprefix("unix://")):
+        raise SandboxUnavailableError(f"no Docker engine listens at {where}; {hint}")
     try:
         client = docker.APIClient(
             **docker.utils.kwargs_from_env(), version="auto", timeout=60, max_pool_size=64
@@ -67,8 +70,7 @@ def connect() -> tuple[Any, bool]:
         version = client.version()
     except docker.errors.DockerException as error:
         raise SandboxUnavailableError(
-            f"no Docker engine answers at {where} ({error}); start one and set DOCKER_HOST, or "
-            "use sandbox='local', which needs no daemon"
+            f"no Docker engine answers at {where} ({error}); {hint}"
         ) from error
     if client.base_url.startswith("https://") or "ssh" in client.base_url:
         client.close()

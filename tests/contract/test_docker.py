@@ -72,7 +72,7 @@ def ours(client: Any) -> list[str]:
 
 def run(body: Callable[[DockerSandbox], Awaitable[None]], **options: Any) -> None:
     async def main() -> None:
-        sandbox = await DockerSandbox.create(**options)
+        sandbox = await DockerSandbox.create(**{"preload": ()} | options)
         try:
             await body(sandbox)
         finally:

@@ -19,7 +19,6 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,6 +40,7 @@ BACKEND_LABEL = "turngym.backend"
 _HEADER = struct.Struct(">BxxxI")
 _STDERR = 2
 _OOM_TO_DEATH_S = 5
+_REMOVAL_S = 10.0
 
 
 def connect() -> tuple[Any, bool]:
@@ -279,16 +279,17 @@ class Engine:
     def _remove(self, container: str) -> None:
         import docker
 
-        try:
-            self._client.remove_container(container, force=True)
-        except docker.errors.NotFound:
-            return
-        except docker.errors.APIError as error:
-            if error.status_code != HTTPStatus.CONFLICT:
-                raise
-            # PID 1 has ended and the engine is removing its container already.
-            with contextlib.suppress(docker.errors.NotFound):
-                self._client.wait(container, condition="removed")
+        deadline = time.monotonic() + _REMOVAL_S
+        while True:
+            try:
+                self._client.remove_container(container, force=True)
+            except docker.errors.NotFound:
+                return
+            except docker.errors.APIError:
+                # PID 1 has just ended and the engine is removing its container itself.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
 
     def _death(self, container: str) -> Death:
         filters = {"container": container, "event": ["oom", "die"]}

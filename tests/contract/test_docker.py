@@ -65,6 +65,10 @@ def engine() -> Iterator[Any]:
         client.close()
 
 
+def is_podman(client: Any) -> bool:
+    return any("Podman" in part["Name"] for part in client.version()["Components"])
+
+
 def ours(client: Any) -> list[str]:
     filters = {"label": f"{OWNER_LABEL}={owner_of_this_process()}"}
     return [container["Id"] for container in client.containers(all=True, filters=filters)]
@@ -125,7 +129,8 @@ def test_a_container_is_set_up_as_promised(engine: Any) -> None:
         host = seen["HostConfig"]
         assert host["NetworkMode"] == "none"
         assert host["ReadonlyRootfs"] is True
-        assert host["CapDrop"] == ["ALL"]
+        status = (await session.execute("open('/proc/self/status').read()")).result or ""
+        assert "CapBnd:\\t0000000000000000" in status
         assert "no-new-privileges" in host["SecurityOpt"]
         assert host["Memory"] == host["MemorySwap"] == (100 + 2 * 16 + 128) << 20
         assert host["PidsLimit"] == 33
@@ -204,6 +209,9 @@ time.sleep(3)
 
 @needs_engine
 def test_a_container_that_ran_out_of_memory_is_replaced(engine: Any) -> None:
+    if is_podman(engine):
+        pytest.skip("Podman keeps no record of why a container died")
+
     async def body(session: DockerSession) -> None:
         await session.execute("x = 1; import os; os._exit(0)")
         await session.write_file("f", b"f")

@@ -28,7 +28,7 @@ def main(config: dict[str, Any]) -> NoReturn:
     def confine(limits: dict[str, Any]) -> None:
         # Init shares the container's processor and memory limits with the worker: it must be the
         # first to run, so that it can end a fork bomb, and the last to be killed.
-        os.nice(10)
+        os.nice(19)
         confinement.apply(limits)
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")

@@ -143,8 +143,8 @@ class Cell:
         elif not self._interrupted:
             self._interrupted = True
             self._deadline = now + self._grace_s
-            self._processes.interrupt()
             self._processes.kill_others()
+            self._processes.interrupt()
 
     def _kill(self) -> None:
         self._note_usage()

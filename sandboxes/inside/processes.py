@@ -39,14 +39,17 @@ class Processes:
         return [self.worker, *self.others()]
 
     def kill_others(self) -> None:
-        """SIGKILL all but init and the worker; repeated, since they may be forking."""
-        for _ in range(20):
-            alive = [pid for pid in self.others() if not is_zombie(pid)]
-            if not alive:
-                return
-            for pid in alive:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        """SIGKILL all but init and the worker, which is left stopped.
+
+        All are stopped at one stroke first, so that none can fork meanwhile.
+        """
+        if not self._isolated:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGSTOP)
+        for pid in self.others():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def kill_all(self) -> None:
         """SIGKILL everything but init."""
@@ -67,7 +70,7 @@ class Processes:
                 os.waitpid(-1, 0)
 
     def interrupt(self) -> None:
-        """SIGINT the worker."""
+        """SIGINT the worker, and let it go on if it was stopped."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.worker, signal.SIGINT)
             os.kill(self.worker, signal.SIGCONT)
@@ -85,15 +88,6 @@ def death_notices() -> int:
     if fd < 0:
         raise OSError(ctypes.get_errno(), "signalfd failed")
     return fd
-
-
-def is_zombie(pid: int) -> bool:
-    """True when the process is dead and only waits to be reaped."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
-    except OSError:
-        return True
 
 
 def name_of(pid: int) -> str:

@@ -212,7 +212,8 @@ class Cell:
         dead = self._interpreter.exit_status is not None
         code, number = self._interpreter.exit_code_and_signal()
         if self._broken and self._reason is None:
-            return "protocol", True
+            # A large process that the kernel kills hangs up long before it is dead.
+            return "memory" if _oom_kills() > self._oom_start else "protocol", True
         if self._reason is not None:
             lost = not self.program and (dead or self._broken or self._killed)
             return "infra" if self._starved else self._reason, lost

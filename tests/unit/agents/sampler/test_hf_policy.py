@@ -241,9 +241,14 @@ def test_one_session_samples_one_completion_at_a_time(
     policy = make_policy(make_model("qwen3"))
 
     async def twice() -> list[Completion | BaseException]:
-        calls = [
-            policy.generate(PROMPT, Sampling(max_tokens=9), seed=k, session="a") for k in range(2)
-        ]
+        with policy.paused():  # so that the second comes while the first is in flight
+            calls = [
+                asyncio.create_task(
+                    policy.generate(PROMPT, Sampling(max_tokens=9), seed=k, session="a")
+                )
+                for k in range(2)
+            ]
+            await asyncio.sleep(0.05)
         return await asyncio.gather(*calls, return_exceptions=True)
 
     first, second = asyncio.run(twice())

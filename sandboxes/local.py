@@ -16,7 +16,7 @@ from turngym.errors import (
     SandboxUnavailableError,
     SessionLostError,
 )
-from turngym.sandboxes.base import ExecResult, Guarantees, Isolation, Limits, PoolConfig
+from turngym.sandboxes.base import Guarantees, Isolation, Limits, PoolConfig
 from turngym.sandboxes.driver_session import DriverSession, Link
 from turngym.sandboxes.isolation import (
     LOST,
@@ -26,7 +26,8 @@ from turngym.sandboxes.isolation import (
     levels_to_try,
 )
 from turngym.sandboxes.launcher import Launcher, LauncherConfig
-from turngym.sandboxes.pool import PoolMetrics, SessionPool
+from turngym.sandboxes.pool import SessionPool
+from turngym.sandboxes.pooled import PooledSandbox
 from turngym.sandboxes.transport import SocketTransport
 
 __all__ = ["LocalSandbox", "LocalSession"]
@@ -35,14 +36,13 @@ _START_S = 20.0
 """A session that is not up by then failed to start; takes 0.01 s on an idle machine."""
 
 
-class LocalSandbox:
+class LocalSandbox(PooledSandbox["LocalSession"]):
     """A zygote and its sessions. Make one with `turngym.sandboxes.create("local")`."""
 
     def __init__(self, launcher: Launcher, level: Level, limits: Limits, pool: PoolConfig) -> None:
         self._launcher = launcher
         self._level = level
-        self._limits = limits
-        self._pool: SessionPool[LocalSession] = SessionPool(pool, limits, self._start)
+        super().__init__(limits, pool, self._start)
         self._guarantees = guarantees_of(level, launcher.missing)
 
     @classmethod
@@ -124,41 +124,9 @@ class LocalSandbox:
         await self._pool.warm_up()
 
     @property
-    def limits(self) -> Limits:
-        """Defaults of new sessions."""
-        return self._limits
-
-    @property
     def guarantees(self) -> Guarantees:
         """What was really obtained."""
         return self._guarantees
-
-    @property
-    def metrics(self) -> PoolMetrics:
-        """Counters of the pool."""
-        return self._pool.metrics
-
-    async def session(self, *, limits: Limits | None = None) -> "LocalSession":
-        """Return a fresh session; waits while the pool is exhausted."""
-        return await self._pool.acquire(limits)
-
-    async def run(
-        self,
-        code: str,
-        *,
-        files: dict[str, bytes] | None = None,
-        argv: tuple[str, ...] = (),
-        stdin: bytes = b"",
-        limits: Limits | None = None,
-    ) -> ExecResult:
-        """Run a program in a fresh one-shot session; see `Sandbox.run`."""
-        session = await self._pool.acquire(limits)
-        try:
-            for path, data in (files or {}).items():
-                await session.write_file(path, data)
-            return await session.run_program(code, argv, stdin, session.limits.wall_s)
-        finally:
-            await session.close()
 
     async def aclose(self) -> None:
         """End every session and the zygote. Idempotent."""

@@ -6,14 +6,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 from turngym.errors import SandboxCreateError, SandboxUnavailableError, SessionLostError
-from turngym.sandboxes.base import ExecResult, Guarantees, Limits, PoolConfig
+from turngym.sandboxes.base import Guarantees, Limits, PoolConfig
 from turngym.sandboxes.docker.engine import Container, Engine
 from turngym.sandboxes.docker.image import DEFAULT_IMAGE
 from turngym.sandboxes.docker.options import WORKSPACE, Options
 from turngym.sandboxes.docker.probe import PROBE, guarantees_of
 from turngym.sandboxes.docker.session import DockerSession
 from turngym.sandboxes.driver_session import Link
-from turngym.sandboxes.pool import PoolMetrics, SessionPool
+from turngym.sandboxes.pooled import PooledSandbox
 
 __all__ = ["DockerSandbox"]
 
@@ -21,14 +21,13 @@ _START_S = 60.0
 """A session that is not up by then failed to start; takes 0.3 to 1 s on an idle machine."""
 
 
-class DockerSandbox:
+class DockerSandbox(PooledSandbox[DockerSession]):
     """The `docker` backend (see `turngym.sandboxes.base.Sandbox`); made by `create`."""
 
     def __init__(self, engine: Engine, options: Options, limits: Limits, pool: PoolConfig) -> None:
         self._engine = engine
         self._options = options
-        self._limits = limits
-        self._pool: SessionPool[DockerSession] = SessionPool(pool, limits, self._start)
+        super().__init__(limits, pool, self._start)
         self._guarantees: Guarantees | None = None
 
     @classmethod
@@ -91,42 +90,10 @@ class DockerSandbox:
         await self._pool.warm_up()
 
     @property
-    def limits(self) -> Limits:
-        """Defaults of new sessions."""
-        return self._limits
-
-    @property
     def guarantees(self) -> Guarantees:
         """What was really obtained."""
         assert self._guarantees is not None
         return self._guarantees
-
-    @property
-    def metrics(self) -> PoolMetrics:
-        """Counters of the pool."""
-        return self._pool.metrics
-
-    async def session(self, *, limits: Limits | None = None) -> DockerSession:
-        """Return a fresh session; waits while the pool is exhausted."""
-        return await self._pool.acquire(limits)
-
-    async def run(
-        self,
-        code: str,
-        *,
-        files: dict[str, bytes] | None = None,
-        argv: tuple[str, ...] = (),
-        stdin: bytes = b"",
-        limits: Limits | None = None,
-    ) -> ExecResult:
-        """Run a program in a fresh one-shot session; see `Sandbox.run`."""
-        session = await self._pool.acquire(limits)
-        try:
-            for path, data in (files or {}).items():
-                await session.write_file(path, data)
-            return await session.run_program(code, argv, stdin, session.limits.wall_s)
-        finally:
-            await session.close()
 
     async def aclose(self) -> None:
         """End every session and remove what is left of them. Idempotent."""

@@ -42,6 +42,7 @@ rootfs() {
   trap 'rm -rf "$work"' EXIT
   # What only package management or perl asks for does not run in a sandbox.
   skip='^(perl|libperl|libdb|libgdbm|dpkg|tar$|debianutils|install-info|mailcap|readline-common)'
+  apt-cache show dash >/dev/null 2>&1 || apt-get update -qq
   mkdir -p "$work/debs" "$work/root"
   apt-cache depends --recurse --no-recommends --no-suggests --no-conflicts --no-breaks \
     --no-replaces --no-enhances python3 dash coreutils base-files netbase libstdc++6 |

@@ -33,8 +33,15 @@ KERNEL = r"""
 import ast, json, os, signal, sys, threading, time, traceback
 wire = os.fdopen(os.dup(1), "w", buffering=1)
 request = {"id": None}
+writing = threading.Lock()
 def send(kind, **fields):
-    wire.write(json.dumps({"type": kind, "id": request["id"], **fields}) + "\n")
+    # A line is written whole: an interrupt in the midst of it would cut it off.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with writing:
+            wire.write(json.dumps({"type": kind, "id": request["id"], **fields}) + "\n")
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 class Stream:
     def __init__(self, kind, fd):
         self.kind, self.parts, self.lock = kind, [], threading.Lock()
@@ -53,6 +60,7 @@ class Stream:
             if parts: send(self.kind, text="".join(parts), timestamp=0)
 def flush_now_and_then():
     while True:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         time.sleep(0.05)
         sys.stdout.flush(), sys.stderr.flush()
 sys.stdout, sys.stderr = Stream("stdout", 1), Stream("stderr", 2)

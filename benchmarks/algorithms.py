@@ -46,7 +46,7 @@ class HardTimes(Calculator):
         right: int,
         slips: Callable[[str], bool],
     ) -> Action:
-        if symbol == "*" and rng.random() < 0.99:
+        if symbol == "*" and rng.random() < 0.975:
             symbol = rng.choice("+-")
         return super()._call(rng, left, symbol, right, slips)
 

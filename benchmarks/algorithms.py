@@ -22,9 +22,9 @@ from typing import Any
 import turngym
 from turngym.agents.store import TrajectoryStore
 from turngym.cli.train import parse
+from turngym.config import merge
 from turngym.envs.calculator import Calculator
 from turngym.rl.config import TrainConfig
-from turngym.rl.override import override
 from turngym.rl.presets import PRESETS
 from turngym.rl.session import train
 from turngym.types import Action
@@ -61,7 +61,7 @@ class Case:
     name: str
     preset: str
     algorithm: Mapping[str, Any] = field(default_factory=dict)
-    """Changes of the preset, by dotted path."""
+    """Changes of the preset, as a recipe gives them."""
 
     flags: Sequence[str] = ()
     """Further flags of `turngym train`."""
@@ -75,6 +75,7 @@ class Case:
 
 WIDE = ("--rollout.group-size", "16", "--prompts", "8")
 CRITIC = ("--critic.lr", "1e-3")
+SHORT = {"advantage": {"length_alpha": 0.5}}
 SPECIAL: dict[str, Case] = {
     case.name: case
     for case in (
@@ -82,7 +83,9 @@ SPECIAL: dict[str, Case] = {
         Case(name="gfpo_adaptive", preset="gfpo_adaptive", flags=WIDE),
         Case(name="ppo", preset="ppo", flags=CRITIC),
         Case(name="open_reasoner_zero", preset="open_reasoner_zero", flags=CRITIC),
-        Case(name="vapo", preset="vapo", algorithm={"advantage.length_alpha": 0.5}, flags=CRITIC),
+        Case(
+            name="vapo", preset="vapo", algorithm={"advantage": {"length_alpha": 0.5}}, flags=CRITIC
+        ),
         Case(name="rlep", preset="rlep", flags=("--env.size", "96")),
     )
 }
@@ -97,9 +100,9 @@ STARTS: dict[str, tuple[str, ...]] = {
 }
 """Flags of the cold starts."""
 
-HARD = {"reward.weights": {"correct": 1.0, "tool": 0.0, "format": 0.0}}
-SCALED = {"reward.weights": {"correct": 1.0, "tool": 1.0, "format": 0.05}}
-EVEN = {"reward.weights": {"correct": 1.0, "tool": 1.0, "format": 1.0}}
+HARD = {"reward": {"weights": {"correct": 1.0, "tool": 0.0, "format": 0.0}}}
+SCALED = {"reward": {"weights": {"correct": 1.0, "tool": 1.0, "format": 0.05}}}
+EVEN = {"reward": {"weights": {"correct": 1.0, "tool": 1.0, "format": 1.0}}}
 STALE = ("--optim.minibatches", "4")
 
 CONTRASTS: dict[str, tuple[Case, ...]] = {
@@ -126,7 +129,7 @@ def configure(argv: Sequence[str], changes: Mapping[str, Any]) -> tuple[TrainCon
     leading = [item for item in argv[:1] if "/" in item and not item.startswith("-")]
     config, kwargs = parse([*leading, f"@{RECIPE}", *argv[len(leading) :]])
     config = replace(config, store_trajectories=0)
-    return replace(config, algorithm=override(config.algorithm, changes)), kwargs
+    return replace(config, algorithm=merge(config.algorithm, changes)), kwargs
 
 
 def cold_start(name: str, seed: int, work: Path) -> Path:

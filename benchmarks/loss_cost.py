@@ -13,10 +13,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from turngym.config import merge
 from turngym.rl.algorithm import Algorithm, BoundAlgorithm, RunFacts
 from turngym.rl.batch import Batch
 from turngym.rl.objectives import objective
-from turngym.rl.override import override
 from turngym.rl.padded import batch_from_padded
 from turngym.rl.plan import plan
 from turngym.rl.presets import PRESETS
@@ -74,7 +74,7 @@ def bind(algorithm: Algorithm) -> BoundAlgorithm:
         topk=TOPK,
     )
     if algorithm.name in ONLY_OUTCOME:
-        algorithm = override(algorithm, {"reward.weights": {"tool": 0.0}})
+        algorithm = merge(algorithm, {"reward": {"weights": {"tool": 0.0}}})
     return algorithm.bind(run)
 
 

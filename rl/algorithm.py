@@ -2,7 +2,7 @@
 
     loss = sum_t weight[t] * mask[t] * correction[t] * surrogate[t] + regularizers
 
-A preset is a value (`turngym.rl.presets`), a variant is `dataclasses.replace` or `override`. What
+A preset is a value (`turngym.rl.presets`), a variant is `dataclasses.replace`. What
 depends on the run is resolved by `Algorithm.bind`. No torch here.
 """
 

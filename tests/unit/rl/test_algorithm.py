@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from turngym.config import merge
 from turngym.errors import ConfigError
 from turngym.rl.algorithm import Algorithm, RunFacts
 from turngym.rl.axes import (
@@ -20,7 +21,6 @@ from turngym.rl.axes import (
     TopK,
 )
 from turngym.rl.estimators import GAE, GroupAdvantage, Pairs, PassAtK
-from turngym.rl.override import override
 from turngym.rl.presets import PRESETS, preset
 from turngym.rl.terms import (
     KL,
@@ -64,7 +64,7 @@ def facts(**changes: Any) -> RunFacts:
 
 
 def test_reading_the_table_needs_no_torch() -> None:
-    code = "import sys, turngym.rl.describe, turngym.rl.override; print('torch' in sys.modules)"
+    code = "import sys, turngym.rl.describe, turngym.rl.config; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
 
@@ -300,24 +300,23 @@ def test_an_unknown_preset_is_answered_with_a_suggestion() -> None:
         preset("gpso")
 
 
-def test_overrides_change_fields_kinds_and_entries() -> None:
-    changed = override(
+def test_recipes_change_fields_kinds_and_entries() -> None:
+    changed = merge(
         GRPO,
         {
-            "trust_region.high": 1,
-            "aggregate.mode": "token_mean",
-            "regularize.KL": None,
-            "regularize.Entropy.coef": 0.01,
-            "reward.weights": {"format": 0.1},
+            "trust_region": {"high": 1},
+            "aggregate": {"mode": "token_mean"},
+            "regularize": [{"kind": "Entropy", "coef": 0.01}],
+            "reward": {"weights": {"format": 0.1}},
         },
     )
     assert changed.trust_region == Clip(low=0.2, high=1.0)
     assert changed.aggregate == Aggregate(mode="token_mean")
     assert changed.regularize == (Entropy(coef=0.01),)
     assert changed.reward.weights == {"format": 0.1}
-    assert override(GRPO, {"trust_region": "SoftGate"}).trust_region == SoftGate()
-    assert override(GRPO, {"regularize.KL.coef": 0.1}).term(KL) == KL(coef=0.1)
-    adaptive = override(PRESETS["gfpo_adaptive"], {"selection.keep_in_group.ks": [4, 4, 3, 2]})
+    assert merge(GRPO, {"trust_region": {"kind": "SoftGate"}}).trust_region == SoftGate()
+    kept = {"selection": {"keep_in_group": {"ks": [4, 4, 3, 2]}}}
+    adaptive = merge(PRESETS["gfpo_adaptive"], kept)
     assert adaptive.selection.keep_in_group == AdaptiveK(ks=(4, 4, 3, 2))
 
 
@@ -333,24 +332,29 @@ def test_what_rewards_read_is_asked_for() -> None:
 
 
 def test_weights_of_the_run_override_the_rubric() -> None:
-    bound = override(GRPO, {"reward.weights": {"format": 0.1}}).bind(facts())
+    bound = merge(GRPO, {"reward": {"weights": {"format": 0.1}}}).bind(facts())
     assert bound.weights == {"correct": 1.0, "format": 0.1}
 
 
-OVERRIDES: list[tuple[dict[str, Any], str]] = [
-    ({"trust_region.hihg": 0.3}, "did you mean 'high'"),
-    ({"agregate.mode": "token_mean"}, "did you mean 'aggregate'"),
-    ({"trust_region": "Clop"}, "did you mean 'Clip'"),
-    ({"regularize.Entropi.coef": 0.1}, "did you mean 'Entropy'"),
-    ({"trust_region.high": "wide"}, "must be a number"),
-    ({"regularize.KL.ratio_corrected": "yes"}, "true or false"),
-    ({"trust_region": "Clip", "trust_region.high": 0.3}, "another setting"),
-    ({"selection.metric.name": "correct"}, "has no fields"),
-    ({"regularize.BehaviorCorrection.mode": "mask", "ratio.anchor": "rollout"}, "anchor='old'"),
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"trust_region": {"hihg": 0.3}}, "did you mean 'high'"),
+    ({"agregate": {"mode": "token_mean"}}, "did you mean 'aggregate'"),
+    ({"trust_region": {"kind": "Clop"}}, "did you mean 'Clip'"),
+    ({"regularize": [{"kind": "Entropi", "coef": 0.1}]}, "did you mean 'Entropy'"),
+    ({"trust_region": {"high": "wide"}}, "valid number"),
+    ({"regularize": [{"kind": "KL", "ratio_corrected": "maybe"}]}, "valid boolean"),
+    ({"selection": {"metric": {"name": "correct"}}}, "valid string"),
+    (
+        {
+            "regularize": [{"kind": "BehaviorCorrection", "mode": "mask"}],
+            "ratio": {"anchor": "rollout"},
+        },
+        "anchor='old'",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("settings", "rule"), OVERRIDES)
-def test_wrong_overrides_name_what_would_be_right(settings: dict[str, Any], rule: str) -> None:
+@pytest.mark.parametrize(("settings", "rule"), WRONG)
+def test_wrong_settings_name_what_would_be_right(settings: dict[str, Any], rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
-        override(GRPO, settings)
+        merge(GRPO, settings)

@@ -53,7 +53,7 @@ class RolloutConfig:
     threads: int | None = None
     """Threads for environment code; None = one for every trajectory in flight."""
 
-    lag_s: float = 0.5
+    lag_s: float = 1.0
     """Seconds the event loop may be blocked before a warning names the blocker."""
 
     deterministic: bool = False

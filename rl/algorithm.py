@@ -8,7 +8,9 @@ depends on the run is resolved by `Algorithm.bind`. No torch here.
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
+
+from tyro.conf import Fixed
 
 from turngym.rl.axes import (
     Aggregate,
@@ -65,14 +67,14 @@ class Algorithm:
         ConfigError: at construction, when axes contradict each other; the message holds the fix.
     """
 
-    name: str
-    paper: str
+    name: Annotated[str, Fixed]
+    paper: Annotated[str, Fixed]
     """arXiv id, or a DOI where there is none."""
 
-    formula: str
+    formula: Annotated[str, Fixed]
     """The objective in one line."""
 
-    deviations: tuple[str, ...] = ()
+    deviations: Annotated[tuple[str, ...], Fixed] = ()
     """Where the preset differs from its paper, and why."""
 
     reward: Reward = field(default_factory=Reward)

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from turngym.agents.config import RolloutConfig
+from turngym.config import suggest
 from turngym.errors import ConfigError
 from turngym.rl.algorithm import Algorithm
 from turngym.rl.presets import preset
+from turngym.tracking import TRACKERS
 
 __all__ = [
     "CriticConfig",
@@ -177,6 +179,13 @@ class EvalSchedule:
     before: bool = True
     after: bool = True
 
+    def __post_init__(self) -> None:
+        if self.tasks < 1 or self.samples < 1 or self.every < 0:
+            raise ConfigError(
+                "eval.tasks and eval.samples must be at least 1 and eval.every not negative, got "
+                f"{self.tasks}, {self.samples} and {self.every}"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
@@ -250,6 +259,9 @@ class TrainConfig:
         for name in ("prompts", "keep_checkpoints", "curriculum", "topk"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        for name in self.trackers:
+            if name not in TRACKERS:
+                raise ConfigError(f"unknown tracker {name!r}{suggest(name, TRACKERS)}")
         for name in ("steps", "save_every", "store_trajectories"):
             if (value := getattr(self, name)) < 0:
                 raise ConfigError(f"{name} must not be negative, got {value}")

@@ -114,10 +114,10 @@ class TrainSession:
         if self.config.resume:
             checkpoint = latest(run)
             if checkpoint is None:
-                raise CheckpointError(f"{run} holds no complete checkpoint; start without --resume")
+                raise CheckpointError(f"{run} has no complete checkpoint: start without --resume")
             self._check_same()
             return checkpoint
-        if (run / "config.json").exists():
+        if latest(run) is not None or (run / "model").exists():
             raise ConfigError(
                 f"{run} already holds a run; go on with --resume, or choose another with --run"
             )
@@ -131,10 +131,11 @@ class TrainSession:
         """
         began = json.loads((self.config.run / "config.json").read_text(encoding="utf-8"))
         for name, value in self._facts().items():
-            if name in _FIXED and began.get(name) != json.loads(json.dumps(value)):
+            now = json.loads(json.dumps(value))
+            if name in _FIXED and began.get(name) != now:
                 raise ConfigError(
-                    f"cannot resume {self.config.run} with another {name}: the run began with "
-                    f"{began.get(name)}, now it is {value}"
+                    f"cannot resume {self.config.run} with another {name}: "
+                    f"{_difference(began.get(name), now)}"
                 )
 
     def _facts(self) -> dict[str, Any]:
@@ -187,6 +188,8 @@ class TrainSession:
             return
         if config.eval.after:
             self._evaluate(renderer, policy, "after")
+        if config.model.lora_rank:
+            model = model.merge_and_unload()
         with saving(config.run / "model"):
             model.save_pretrained(config.run / "model")
             tokenizer.save_pretrained(config.run / "model")
@@ -334,6 +337,15 @@ class TrainSession:
             report = evaluate(engine, num_tasks=tasks, samples_per_task=config.eval.samples)
         write_json(config.run / "evaluations" / f"{name}.json", report.to_json())
         self._observer.evaluated(name, report)
+
+
+def _difference(began: Any, now: Any, where: str = "") -> str:
+    """Name the first setting that differs, and both values."""
+    if isinstance(began, dict) and isinstance(now, dict):
+        for name in [*began, *now]:
+            if began.get(name) != now.get(name):
+                return _difference(began.get(name), now.get(name), f"{where}.{name}".lstrip("."))
+    return f"{where + ' ' if where else ''}was {began!r}, now it is {now!r}"
 
 
 def dump_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -138,11 +138,11 @@ def _is_union(hint: Any) -> bool:
     return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
-def parse_flags(default: T, argv: Sequence[str], *, prog: str, description: str) -> T:
+def parse_flags(default: T, argv: Sequence[str], *, prog: str) -> T:
     """Let command-line flags override a dataclass instance.
 
-    Unknown flags end the process with status 2 and a suggestion; `--help` prints every setting with
-    the value it has now.
+    Unknown flags end the process with status 2 and a suggestion; `--help` prints the docstring of
+    the class and every setting with the value it has now.
     """
     import tyro
 
@@ -154,8 +154,7 @@ def parse_flags(default: T, argv: Sequence[str], *, prog: str, description: str)
             default=default,
             args=list(argv),
             prog=prog,
-            description=description,
-            config=(tyro.conf.AvoidSubcommands,),
+            config=(tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed),
             registry=_registry(),
         ),
     )
@@ -195,7 +194,6 @@ def load(
     argv: Sequence[str],
     *,
     prog: str,
-    description: str = "",
     prepare: Callable[[T, dict[str, Any]], T] | None = None,
 ) -> T:
     """Fill a config from `@recipe.toml` arguments, then from flags.
@@ -204,7 +202,6 @@ def load(
         default: what holds when neither file nor flag says otherwise.
         argv: command-line arguments; each one starting with `@` is a recipe.
         prog: program name for help and errors.
-        description: what `--help` says first.
         prepare: called with the config so far and the raw values of the recipes before they are
             merged; lets one setting (an algorithm's name) choose the defaults of others.
 
@@ -220,7 +217,7 @@ def load(
             flags.append(argument)
     if prepare is not None:
         default = prepare(default, values)
-    return parse_flags(merge(default, values), flags, prog=prog, description=description)
+    return parse_flags(merge(default, values), flags, prog=prog)
 
 
 def _overlay(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

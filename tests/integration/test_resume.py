@@ -104,8 +104,7 @@ def test_ctrl_c_twice_stops_at_once_and_leaves_nothing_half_written(tmp_path: Pa
 
 def test_a_run_folder_in_use_is_refused(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.json").write_text("{}")
+    (run / "model").mkdir(parents=True)
     process = start(run)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2

@@ -38,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(USAGE.format(commands=lines), end="")
         raise SystemExit(0 if arguments else 2)
     if arguments[0] in ("-V", "--version"):
-        from importlib.metadata import version
+        import turngym
 
-        print(f"turngym {version('turngym')}")
+        print(f"turngym {turngym.__version__}")
         raise SystemExit(0)
     name, *rest = arguments
     prog = f"turngym {name}"

@@ -24,7 +24,7 @@ class AlgorithmsConfig:
 
 def run(argv: Sequence[str]) -> None:
     """Run the command."""
-    config = parse_flags(AlgorithmsConfig(), argv, prog="turngym algorithms", description="")
+    config = parse_flags(AlgorithmsConfig(), argv, prog="turngym algorithms")
     if config.name:
         width = max(len(label) for label, _ in describe(config.name)) + 2
         for label, text in describe(config.name):

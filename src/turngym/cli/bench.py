@@ -34,7 +34,7 @@ class BenchConfig:
 def run(argv: Sequence[str]) -> None:
     """Run the command; exit status 1 when a check failed."""
     setup_logging()
-    config = parse_flags(BenchConfig(), argv, prog="turngym bench", description="")
+    config = parse_flags(BenchConfig(), argv, prog="turngym bench")
     from turngym.sandboxes import check_sandbox
 
     if config.attacks is not None and not config.attacks.is_file():

@@ -81,7 +81,7 @@ def progress(label: str, total: int | None = None) -> Iterator[Advance]:
         with Progress(*columns, console=out, transient=True) as bar:
             task = bar.add_task(escape(label), total=total, note="")
 
-            def update(done: int, note: str = "", *, total: int | None = None) -> None:
+            def update(done: int, note: str = "", *, total: int | None = total) -> None:
                 bar.update(task, completed=done, total=total, note=escape(note))
 
             yield update

@@ -23,10 +23,13 @@ def find_env(env_id: str) -> EnvSpec:
     """
     try:
         return find(env_id)
-    except EnvNotFoundError:
-        if "/" in env_id:
+    except EnvNotFoundError as error:
+        if "/" not in env_id:
+            return find(f"turngym/{env_id}")
+        if ":" in env_id:
             raise
-        return find(f"turngym/{env_id}")
+        message = f"{error}; an environment of your own is named with its module: module:{env_id}"
+        raise EnvNotFoundError(message) from None
 
 
 def take_env_id(argv: Sequence[str]) -> list[str]:

@@ -27,7 +27,7 @@ class EnvsConfig:
 
 def run(argv: Sequence[str]) -> None:
     """Run the command."""
-    config = parse_flags(EnvsConfig(), argv, prog="turngym envs", description="")
+    config = parse_flags(EnvsConfig(), argv, prog="turngym envs")
     if config.env_id:
         _show(config.env_id)
         return

@@ -9,7 +9,7 @@ from typing import Any
 
 import gymnasium
 
-from turngym.agents.parsing import parse_action
+from turngym.agents.parsing import get_dialect, parse_action
 from turngym.cli.console import out
 from turngym.cli.env_options import (
     chosen_kwargs,
@@ -24,9 +24,8 @@ from turngym.types import Observation
 
 __all__ = ["run"]
 
-HELP = """Type what the agent says; a line alone ends the turn when it is not inside a tool call.
-A call looks like this: <tool_call>{"name": "calc", "arguments": {"expr": "1+2"}}</tool_call>
-Ctrl-D or an empty line leaves.
+HELP = """Type what the agent says; a line ends the turn unless a tool call is open.
+An empty line or Ctrl-D leaves.
 """
 
 
@@ -53,7 +52,11 @@ def run(argv: Sequence[str]) -> None:
     default: Any = with_env_options(PlayConfig(), options_of(spec))
     default = dataclasses.replace(default, env_id=spec.id)
     config = load(default, argv, prog="turngym play")
-    env = gymnasium.make(spec, split=config.split, **chosen_kwargs(config.env, spec))
+    get_dialect(config.dialect)  # an unknown one is refused now, not at the first action
+    kwargs = {"split": config.split, **chosen_kwargs(config.env, spec)}
+    if hasattr(config.env, "instructions"):
+        kwargs.setdefault("instructions", True)  # a person was not taught by demonstrations
+    env = gymnasium.make(spec, **kwargs)
     try:
         options = {"task": config.task} if config.task else None
         observation, info = env.reset(seed=config.seed, options=options)
@@ -69,8 +72,16 @@ def _play(
     info: Mapping[str, Any],
     dialect: str,
 ) -> None:
-    names = [schema["function"]["name"] for schema in info["tools"]]
-    out.print(f"task {info['task_id']}; tools: {', '.join(names) or 'none'}", markup=False)
+    functions = [schema["function"] for schema in info["tools"]]
+    out.print(f"task {info['task_id']}", markup=False)
+    for function in functions:
+        given = ", ".join(f"{name}: {kind}" for name, kind in _parameters(function).items())
+        about = function.get("description", "")
+        out.print(f"tool {function['name']}({given}): {about}", markup=False)
+    if functions and dialect == "hermes":
+        arguments = dict.fromkeys(_parameters(functions[0]), "...")
+        call = {"name": functions[0]["name"], "arguments": arguments}
+        out.print(f"a call: <tool_call>{json.dumps(call)}</tool_call>", markup=False)
     _show(observation)
     over = False
     while not over:
@@ -86,6 +97,12 @@ def _play(
         if scores or over:
             out.print(f"reward {reward:g} {json.dumps(scores)}", markup=False)
     out.print(f"over: {info['stop_reason']}")
+
+
+def _parameters(function: Mapping[str, Any]) -> dict[str, str]:
+    """Return the types of a tool's arguments, by name."""
+    properties = function["parameters"].get("properties", {})
+    return {name: str(schema.get("type", "any")) for name, schema in properties.items()}
 
 
 def _show(observation: Observation) -> None:

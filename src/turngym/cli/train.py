@@ -53,7 +53,15 @@ def run(argv: Sequence[str]) -> None:
     observer.summarise(time.monotonic() - started)
     out.print(f"run folder: {config.run}", markup=False)
     if stopped:
-        out.print(f"stopped early; go on with: turngym train ... --run {config.run} --resume")
+        out.print("stopped early; go on with the same settings and --resume")
+    else:
+        flags = [f"--env.{name} {_word(value)}" for name, value in kwargs.items()]
+        command = " ".join([config.env_id, *flags, f"--policy {config.run / 'model'}"])
+        out.print(f"evaluate it: turngym eval {command}", markup=False)
+
+
+def _word(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def parse(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
@@ -78,10 +86,17 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
             wanted = {"preset": wanted}
         if not isinstance(wanted, dict):
             raise ConfigError(f"algorithm must be a preset's name or a table, got {wanted!r}")
-        name = algorithm or wanted.pop("preset", None)
-        values["algorithm"] = {} if algorithm else wanted
+        usual = wanted.pop("preset", config.algorithm.name)
+        name = algorithm or usual
+        if name != usual and wanted:
+            out.print(
+                f"--algorithm {name}: what the recipe changes of {usual!r} "
+                f"({', '.join(wanted)}) is left out",
+                markup=False,
+            )
+        values["algorithm"] = wanted if name == usual else {}
         values.pop("env_id", None)
-        return dataclasses.replace(config, algorithm=preset(name)) if name else config
+        return dataclasses.replace(config, algorithm=preset(name))
 
     config = load(default, argv, prog="turngym train", prepare=prepare)
     return config, dict(chosen_kwargs(config.env, spec))
@@ -105,9 +120,17 @@ class _Console:
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[Advance]:
         started = time.monotonic()
-        with progress(name, total) as advance:
+        reached = 0
+        with progress(name, total) as show:
+
+            def advance(done: int, note: str = "", *, total: int | None = None) -> None:
+                nonlocal reached
+                reached = done
+                show(done, note, total=total)
+
             yield advance
-        out.print(f"{name}: {total} done in {time.monotonic() - started:.1f} s", markup=False)
+        took = time.monotonic() - started
+        out.print(f"{name}: {reached} of {total} done in {took:.1f} s", markup=False)
 
     def evaluated(self, name: str, report: "Report") -> None:
         self._reports[name] = report

@@ -8,7 +8,7 @@ from pathlib import Path
 import turngym
 from turngym import agents
 from turngym.envs import Draft, TaskSet, make_call
-from turngym.rl import EvalSchedule, OptimConfig, SftConfig, TrainConfig, train
+from turngym.rl import SftConfig, TrainConfig, train
 
 
 @turngym.tool
@@ -26,7 +26,6 @@ class Double(turngym.TurnEnv):
     """Double a number with a tool, and say the result."""
 
     tools = (double,)
-    habits = ("guess",)
 
     def tasks(self, split: str) -> TaskSet:
         return TaskSet.generate(draw, split=split, size=500)
@@ -36,11 +35,9 @@ class Double(turngym.TurnEnv):
         return float(episode.final_answer == str(episode.task.answer))
 
     def expert(self, rng: random.Random, habits: Mapping[str, float]) -> turngym.Action:
-        number = self.task.metadata["number"]
-        if self.turns or rng.random() < habits.get("guess", 0):
-            answer = self.turns[-1].results[0].text if self.turns else str(number)
-            return {"role": "assistant", "content": answer}
-        calls = [make_call("double", {"number": number}, turn=0)]
+        if self.turns:
+            return {"role": "assistant", "content": self.turns[-1].results[0].text}
+        calls = [make_call("double", {"number": self.task.metadata["number"]}, turn=0)]
         return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
@@ -56,9 +53,7 @@ if __name__ == "__main__":
         env_id="my/Double-v0",
         run=Path(tempfile.mkdtemp()) / "run",
         steps=3,
-        sft=SftConfig(steps=40, demos=200, habits={"guess": 0.3}),
+        sft=SftConfig(steps=40, demos=200),
         rollout=agents.RolloutConfig(group_size=4, max_tokens=32),
-        optim=OptimConfig(lr=1e-3),
-        eval=EvalSchedule(tasks=50),
     )
     print("trained model:", train(config))

@@ -8,6 +8,7 @@ fresh environment, then the whole group is dropped, counted and replaced by anot
 import asyncio
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -75,6 +76,7 @@ class RolloutEngine:
         self.seed = seed
         self._refill = refill or self._next_ordinal
         self._largest = -1
+        self._has_warned = False
         self._breaker = CircuitBreaker(self.config.failure_rate)
         self._pool = BlockingPool(
             self.config.threads or self.config.concurrency, name="turngym-env"
@@ -287,14 +289,17 @@ class RolloutEngine:
         return EnvHandle(self.source, self._pool, timeout_s=self.config.env_timeout_s)
 
     def _warn_if_truncated(self, groups: Iterable[Group]) -> None:
-        ends = [trajectory.truncated for group in groups for trajectory in group.trajectories]
-        if ends and sum(ends) > _TRUNCATED_WARNING * len(ends):
+        """Warn of the first batch of which a limit ended many episodes."""
+        episodes = [one for group in groups for one in group.trajectories]
+        limits = Counter(one.status for one in episodes if one.truncated)
+        if not self._has_warned and limits.total() > _TRUNCATED_WARNING * len(episodes):
+            self._has_warned = True
             logger.warning(
                 "%d of %d episodes were truncated (%s): raise max_tokens, max_context or the "
-                "turn limit, or shorten the task",
-                sum(ends),
-                len(ends),
-                dict(self.stats.statuses),
+                "turn limit, or shorten the task; said once, see rollout/truncated_frac",
+                limits.total(),
+                len(episodes),
+                ", ".join(f"{status} {count}" for status, count in limits.most_common()),
             )
 
     def cancel(self) -> None:

@@ -165,14 +165,17 @@ def success_rule(
             component.
 
     Raises:
-        ConfigError: an unknown component, or no obvious one.
+        ConfigError: an unknown component, no obvious one, or no component at all.
     """
+    if not specs:
+        raise ConfigError("the environment has no rewards: mark a method with @turngym.reward")
     if success is None:
         outcomes = [name for name, spec in specs.items() if spec.level == "outcome"]
         obvious = [name for name in ("success", "correct") if name in outcomes]
         chosen = (obvious or outcomes)[:1]
         if not obvious and len(outcomes) != 1:
-            raise ConfigError(f"name the component that counts as success=; known: {outcomes}")
+            known = outcomes or list(specs)
+            raise ConfigError(f"name the component that counts as success=; known: {known}")
     else:
         chosen = [success] if isinstance(success, str) else list(success)
     if unknown := [name for name in chosen if name not in specs]:

@@ -221,16 +221,25 @@ def _continue_from_a_snapshot(make: Make) -> None:
 
 
 def _pay_honesty(make: Make) -> None:
-    """Repeating a valid call, or the prompt, scores below the expert."""
+    """There are rewards; repeating a valid call, or the prompt, scores below the expert."""
     env = make()
-    if not env.get_wrapper_attr("has_expert"):
-        return
-    best, spam, echo = (
-        sum(step[1] for seed in _SEEDS for step in list(_play(env, policy, seed))[1:])
-        for policy in (_best, _spam, _echo)
+    _require(
+        bool(env.get_wrapper_attr("reward_specs")),
+        "the environment has no rewards: mark a method with @turngym.reward",
     )
-    _require(spam < best, f"spamming a valid call pays {spam:g}, the expert gets {best:g}")
-    _require(echo < best, f"echoing the prompt pays {echo:g}, the expert gets {best:g}")
+    steps = [
+        [step for seed in _SEEDS for step in list(_play(env, policy, seed))[1:]]
+        for policy in (_best, _spam, _echo)
+    ]
+    scores = (value for played in steps for step in played for value in step[4]["rewards"].values())
+    _require(
+        any(value is not None for value in scores),
+        "no component was ever scored: every reward returned None, which abstains; return a number",
+    )
+    best, spam, echo = (sum(step[1] for step in played) for played in steps)
+    if env.get_wrapper_attr("has_expert"):
+        _require(spam < best, f"spamming a valid call pays {spam:g}, the expert gets {best:g}")
+        _require(echo < best, f"echoing the prompt pays {echo:g}, the expert gets {best:g}")
     env.close()
 
 

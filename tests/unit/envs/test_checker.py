@@ -52,7 +52,26 @@ def test_an_environment_without_an_expert_passes() -> None:
         def tasks(self, split: str) -> TaskSet:
             return TaskSet([Task(id="a", prompt="?"), Task(id="b", prompt="!")])
 
+        @reward
+        def brief(self, episode: EpisodeView) -> float:
+            return float(len(episode.final_answer or "") < 5)
+
     check_env(Bare)
+
+
+class Unrewarded(Good):
+    """Overrides its only reward without marking it."""
+
+    def correct(self, episode: EpisodeView) -> float:
+        return 1.0
+
+
+class Abstaining(Good):
+    """Forgets to return."""
+
+    @reward(low=0, high=1)
+    def correct(self, episode: EpisodeView) -> None:  # type: ignore[override]
+        """Say nothing of any episode."""
 
 
 class Farmed(Good):
@@ -141,6 +160,8 @@ class Swallows(Good):
     [
         (Farmed, "pay honesty: spamming"),
         (Echoed, "pay honesty: echoing"),
+        (Unrewarded, "the environment has no rewards: mark a method with @turngym.reward"),
+        (Abstaining, "no component was ever scored"),
         (Shared, "keep episodes apart"),
         (Random, "repeat with the same seed"),
         (Forgetful, "continue from a snapshot"),

@@ -281,8 +281,25 @@ def test_many_truncated_episodes_are_warned_about(
 ) -> None:
     with engine(relay(max_turns=2), ScriptedPolicy([CALL], encode=PLAIN.encode)) as rollouts:
         rollouts.run([0])
-    assert "2 of 2 episodes were truncated" in caplog.text
+        rollouts.run([1])
+    assert caplog.text.count("2 of 2 episodes were truncated (max_turns 2)") == 1
+    assert caplog.text.count("were truncated") == 1
     assert rollouts.stats.truncated_frac == 1.0
+
+
+def test_the_warning_of_truncated_episodes_counts_those_of_its_batch(
+    relay: Relay, caplog: pytest.LogCaptureFixture
+) -> None:
+    def say(ids: Any, turn: int, rng: random.Random) -> str:
+        return CALL if is_stuck else "yes"
+
+    with engine(relay(max_turns=2), ScriptedPolicy(say, encode=PLAIN.encode)) as rollouts:
+        is_stuck = False
+        rollouts.run([0])
+        assert "truncated" not in caplog.text
+        is_stuck = True
+        rollouts.run([1])
+    assert "2 of 2 episodes were truncated (max_turns 2):" in caplog.text
 
 
 def test_progress_counts_up_to_the_total(relay: Relay) -> None:

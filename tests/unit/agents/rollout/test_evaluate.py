@@ -1,5 +1,6 @@
+import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from turngym.agents.rollout import EnvSource, MessageAgent, RolloutEngine
 from turngym.agents.scripted import OraclePolicy
 from turngym.agents.store import TrajectoryStore
 from turngym.errors import CircuitBreakerError, ConfigError
+from turngym.types import Task
 
 Relay = Callable[..., EnvSource]
 
@@ -99,3 +101,51 @@ def test_impossible_numbers_are_refused(relay: Relay) -> None:
             evaluate(rollouts, samples_per_task=0)
         with pytest.raises(ConfigError, match="success='solved'"):
             evaluate(rollouts, success="solved")
+
+
+def test_an_evaluation_of_one_policy_is_not_resumed_with_another(
+    relay: Relay, tmp_path: Path
+) -> None:
+    policy = {"name": "tiny", "sampling": {"temperature": 1.0, "top_p": 1.0}}
+    colder = {"name": "tiny", "sampling": {"temperature": 0.5, "top_p": 1.0}}
+    with engine(relay()) as rollouts:
+        evaluate(rollouts, num_tasks=2, out=tmp_path, policy=policy)
+        with pytest.raises(ConfigError, match=r"its policy\.sampling\.temperature is 1\.0, not 0"):
+            evaluate(rollouts, num_tasks=2, out=tmp_path, policy=colder, resume=True)
+        with pytest.raises(ConfigError, match="its policy is"):
+            evaluate(rollouts, num_tasks=2, out=tmp_path, resume=True)
+        report = evaluate(rollouts, num_tasks=3, out=tmp_path, policy=policy, resume=True)
+    assert report.episodes == 3
+
+
+class Rewritten(Sequence[Task]):
+    """The tasks of another set, one of them replaced."""
+
+    def __init__(self, tasks: Any, position: int, task: Task) -> None:
+        self.tasks, self.position, self.task = tasks, position, task
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.task if index == self.position else self.tasks[index]
+
+
+@pytest.mark.parametrize(
+    "change", [{"id": "another"}, {"prompt": "?"}, {"answer": 7}, {"metadata": {"hint": 1}}]
+)
+def test_tasks_that_changed_are_not_mixed_with_those_played(
+    relay: Relay, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    with engine(relay()) as rollouts:
+        evaluate(rollouts, num_tasks=3, out=tmp_path)
+        tasks = rollouts.source.task_set
+        for position in (2, 3):
+            changed = dataclasses.replace(tasks[position], **change)
+            rollouts.source.task_set = Rewritten(tasks, position, changed)
+            if position == 3:
+                assert evaluate(rollouts, num_tasks=4, out=tmp_path, resume=True).tasks == 4
+                continue
+            for count in (1, 5):
+                with pytest.raises(ConfigError, match=r"task 'task-2' has changed.*1 of 3"):
+                    evaluate(rollouts, num_tasks=count, out=tmp_path, resume=True)

@@ -127,6 +127,10 @@ def test_success_is_named_or_obvious() -> None:
         success_rule(SPECS, "corect")
     with pytest.raises(ConfigError, match="name the component"):
         success_rule({"a": RewardSpec(name="a"), "b": RewardSpec(name="b")})
+    with pytest.raises(ConfigError, match=r"name the component.*known: \['valid'\]"):
+        success_rule({"valid": turn})
+    with pytest.raises(ConfigError, match=r"has no rewards: mark a method with @turngym\.reward"):
+        success_rule({})
 
 
 def test_a_record_sums_turn_rewards_and_keeps_abstention() -> None:

@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import json
+import math
 import os
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,8 @@ from turngym.sandboxes.isolation import Level
 __all__ = ["Launcher", "LauncherConfig"]
 
 _READY_S = 60.0
+_END_S = 10.0
+_POLL_S = 0.005
 _NOBODY = 65534
 _ALWAYS_PRELOADED = ("asyncio", "encodings.idna", "subprocess", "tempfile")
 _ENVIRONMENT = {
@@ -106,7 +110,7 @@ class Launcher:
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [config.python, "-I", "-c", program("zygote", settings)]
-            process = await asyncio.to_thread(_spawn, command, theirs, dict(config.env))
+            process = _spawn(command, theirs, dict(config.env))
         launcher = cls(process, control, base)
         try:
             await launcher._await_ready()
@@ -147,22 +151,29 @@ class Launcher:
                 socket.send_fds(self._control, [b"+"], [session.fileno()])
                 return
             except BlockingIOError:
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(_POLL_S)
             except OSError as error:
                 raise SandboxCreateError(f"the zygote is gone: {error}") from error
 
     async def close(self) -> None:
         """End zygote and launcher, and with them every session. Idempotent."""
         self._control.close()
-        try:
-            await asyncio.to_thread(self._process.wait, 10.0)
-        except subprocess.TimeoutExpired:
+        if not await self._ended_within(_END_S):
             self._process.kill()
-            await asyncio.to_thread(self._process.wait)
+            await self._ended_within(math.inf)
         if self._process.stderr is not None:
             self._process.stderr.close()
         if self._base and os.path.exists(self._base):
-            await asyncio.to_thread(subprocess.run, ["rm", "-rf", "--", self._base], check=False)
+            await _delete(self._base)
+
+    async def _ended_within(self, seconds: float) -> bool:
+        """Collect the launcher; polls, for at interpreter exit no thread can be had to wait in."""
+        deadline = time.monotonic() + seconds
+        while self._process.poll() is None:
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(_POLL_S)
+        return True
 
 
 def _spawn(
@@ -186,3 +197,10 @@ def _make_base(level: Level) -> str:
         with contextlib.suppress(OSError):
             os.chown(base, _NOBODY, _NOBODY)
     return base
+
+
+async def _delete(base: str) -> None:
+    """Remove a tree deeper than Python could recurse; `subprocess` forks no more at exit."""
+    rm = os.posix_spawnp("rm", ["rm", "-rf", "--", base], os.environ)
+    while os.waitpid(rm, os.WNOHANG) == (0, 0):
+        await asyncio.sleep(_POLL_S)

@@ -102,6 +102,7 @@ class SessionPool(Generic[S]):
         self._used: set[S] = set()
         self._free = asyncio.Semaphore(config.max_sessions)
         self._slots = asyncio.Semaphore(config.max_executing or len(os.sched_getaffinity(0)))
+        self._stocking = asyncio.Lock()
         self._refilling: asyncio.Task[None] | None = None
         self._starting = self._waiting = self._executing = 0
         self._spawned = self._reused = self._killed = self._unhealthy = self._failed = 0
@@ -242,10 +243,12 @@ class SessionPool(Generic[S]):
 
     async def warm_up(self) -> None:
         """Fill the stock; raises what starting a session raises."""
-        while len(self._idle) < self._config.min_idle and not self._closed:
-            if self.metrics.alive >= self._config.max_sessions:
-                return
-            self._idle.append(await self._spawn(self._limits))
+        # Two that fill it side by side would each add the last one.
+        async with self._stocking:
+            while len(self._idle) < self._config.min_idle and not self._closed:
+                if self.metrics.alive >= self._config.max_sessions:
+                    return
+                self._idle.append(await self._spawn(self._limits))
 
     async def _stock_up(self) -> None:
         with contextlib.suppress(SandboxError):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from turngym.errors import SandboxError
 from turngym.sandboxes.base import ExecResult, Guarantees, Limits, PoolConfig, Sandbox, Session
+from turngym.sandboxes.executor import ExitSafeExecutor
 from turngym.sandboxes.factory import create
 
 __all__ = ["SyncSandbox", "SyncSession"]
@@ -168,6 +169,7 @@ class SyncSession:
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
+    loop.set_default_executor(ExitSafeExecutor(thread_name_prefix="turngym-sandbox"))
     loop.run_forever()
 
 
@@ -175,12 +177,16 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, owned: list
     """Close the backend, then the loop; a finalizer, so it must not refer to the facade."""
 
     async def drain() -> None:
-        for sandbox in owned:
-            await sandbox.aclose()
-        rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in rest:
-            task.cancel()
-        await asyncio.gather(*rest, return_exceptions=True)
+        try:
+            for sandbox in owned:
+                await sandbox.aclose()
+        finally:
+            rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in rest:
+                # A second cancellation would break off what it does because of the first.
+                if not task.cancelling():
+                    task.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)
 
     if thread is threading.current_thread() or not thread.is_alive():
         return

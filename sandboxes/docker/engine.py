@@ -17,7 +17,6 @@ import struct
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +28,7 @@ from turngym.errors import (
     SandboxUnavailableError,
     SessionLostError,
 )
+from turngym.sandboxes.executor import ExitSafeExecutor
 
 __all__ = ["Container", "Death", "Engine", "connect", "owner_of_this_process"]
 
@@ -195,7 +195,7 @@ class Engine:
         self._client = client
         self._id = uuid.uuid4().hex
         self._orphans: set[asyncio.Task[None]] = set()
-        self._threads = ThreadPoolExecutor(8, thread_name_prefix="turngym-docker")
+        self._threads = ExitSafeExecutor(8, thread_name_prefix="turngym-docker")
 
     @classmethod
     async def connect(cls) -> "Engine":

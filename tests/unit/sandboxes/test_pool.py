@@ -88,6 +88,17 @@ def test_stocked_sessions_are_used_checked_and_replaced() -> None:
     asyncio.run(scenario())
 
 
+def test_warming_up_beside_the_background_refill_stocks_no_more_than_asked() -> None:
+    async def scenario() -> None:
+        pool = new_pool(factory := Factory(), min_idle=2, max_sessions=8)
+        await (await pool.acquire()).close()
+        await asyncio.gather(pool.warm_up(), pool.warm_up())
+        await settle()
+        assert (pool.metrics.idle, pool.metrics.spawned, len(factory.made)) == (2, 3, 3)
+
+    asyncio.run(scenario())
+
+
 def test_a_session_with_limits_of_its_own_is_never_taken_from_stock() -> None:
     async def scenario() -> None:
         pool = new_pool(factory := Factory(), min_idle=1, max_sessions=1)

@@ -59,14 +59,7 @@ def evaluate(
         raise ConfigError(f"num_tasks must lie in 1..{available} (the split), got {num_tasks}")
     if samples_per_task < 1:
         raise ConfigError(f"samples_per_task must be at least 1, got {samples_per_task}")
-    facts = {
-        "env_id": engine.source.env_id,
-        "kwargs": engine.source.kwargs,
-        "seed": engine.seed,
-        "policy": policy,
-        "success": rule,
-        "specs": {name: spec.weight for name, spec in specs.items()},
-    }
+    facts = _facts(engine) | {"policy": policy, "success": rule}
     store, records = _open(out, facts, engine.source.task_set, num_tasks, resume=resume)
     done = {(one["task_id"], one["sample"]) for one in records if not is_world_fault(one["status"])}
     seats = (
@@ -86,6 +79,17 @@ def evaluate(
     if out is not None:
         _write(Path(out) / "report.json", report.to_json())
     return report
+
+
+def _facts(engine: RolloutEngine) -> dict[str, Any]:
+    """Return what tells an evaluation from others, besides policy, rule and tasks."""
+    source = engine.source
+    return {
+        "env_id": source.env_id,
+        "kwargs": source.kwargs,
+        "seed": engine.seed,
+        "specs": {name: spec.weight for name, spec in source.reward_specs.items()},
+    }
 
 
 def _open(

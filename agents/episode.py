@@ -8,7 +8,6 @@ import asyncio
 import itertools
 import math
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from turngym.agents.agent import Act, AgentFactory, Interruption, Seating
 from turngym.agents.config import RolloutConfig
 from turngym.agents.seeds import derive
 from turngym.agents.source import EnvHandle, StepResult
+from turngym.envs.blame import describe
 from turngym.errors import (
     ConfigError,
     EngineError,
@@ -78,7 +78,7 @@ class EpisodeFailure(Exception):  # noqa: N818 - not an error to handle, a resul
     """The world failed; carries the status and the cause in words."""
 
     def __init__(self, status: Status, cause: BaseException) -> None:
-        super().__init__(_describe(cause))
+        super().__init__(describe(cause))
         self.status = status
 
 
@@ -327,12 +327,3 @@ def _reported(info: Mapping[str, Any]) -> dict[str, Any]:
             {"name": result.name, "error": result.error} for result in info["results"]
         ]
     return kept
-
-
-def _describe(cause: BaseException) -> str:
-    """Say what failed and where, in one line."""
-    text = f"{type(cause).__name__}: {cause}"[:2000]
-    frames = traceback.extract_tb(cause.__traceback__)
-    if not frames:
-        return text
-    return f"{text} ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})"

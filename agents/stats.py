@@ -9,6 +9,10 @@ from turngym.types import Status, Trajectory, is_world_fault
 
 __all__ = ["CircuitBreaker", "RolloutStats"]
 
+_BLAMED: Mapping[Status, str] = {
+    "reward_error": "; it is the code of a reward of the environment that fails",
+}
+
 
 @dataclass
 class RolloutStats:
@@ -111,8 +115,9 @@ class CircuitBreaker:
         self._failed.append(is_world_fault(trajectory.status))
         failed, seen = sum(self._failed), len(self._failed)
         if self._failed[-1] and seen >= self._patience and failed > self._failure_rate * seen:
+            blamed = _BLAMED.get(trajectory.status, "")
             raise CircuitBreakerError(
                 f"{failed} of the last {seen} episodes failed for the world's fault (more than "
                 f"failure_rate {self._failure_rate:g}); the last one, task "
-                f"{trajectory.task_id!r}: {trajectory.status}: {trajectory.error}"
+                f"{trajectory.task_id!r}: {trajectory.status}: {trajectory.error}{blamed}"
             )

@@ -13,6 +13,7 @@ from typing import Any
 import gymnasium
 from gymnasium.utils.env_checker import check_env as gymnasium_check_env
 
+from turngym.envs.blame import describe
 from turngym.envs.calls import make_call
 from turngym.envs.registry import find
 from turngym.envs.wrappers import plain
@@ -47,7 +48,7 @@ def check_env(env: str | Make | AnyEnv) -> None:
         try:
             rule(make)
         except Exception as error:
-            detail = str(error) if isinstance(error, _BrokenError) else f"raised {error!r}"
+            detail = str(error) if isinstance(error, _BrokenError) else f"raised {describe(error)}"
             broken.append(f"{rule.__name__.strip('_').replace('_', ' ')}: {detail}")
     if broken:
         lines = "\n".join(f"  - {line}" for line in broken)

@@ -215,7 +215,8 @@ def _checked(spec: RewardSpec, value: object) -> float | None:
         raise RewardError(
             f"reward {spec.name!r} must return a number or None, got {type(value).__name__}"
         )
-    number = float(value)
+    # Adding zero makes -0.0, such as a fine that was not due, an ordinary zero.
+    number = float(value) + 0.0
     if not math.isfinite(number):
         raise RewardError(
             f"reward {spec.name!r} must be finite, got {number}; return None to abstain"

@@ -30,6 +30,15 @@ def test_the_examples_in_the_documentation_hold(name: str) -> None:
     assert outcome.failed == 0
 
 
+def test_a_fine_that_is_not_due_is_no_negative_zero() -> None:
+    @reward(on="turn")
+    def fine(turn: TurnView) -> float:
+        return -float(len(turn.results))
+
+    scores = Rubric.of([fine]).score("turn", turn())
+    assert str(scores["fine"]) == "0.0"
+
+
 def turn(*results: ToolResult, index: int = 0, unread: int = 0) -> TurnView:
     message: Message = {
         "role": "assistant",

@@ -8,6 +8,7 @@ import functools
 import gzip
 import hashlib
 import json
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -142,6 +143,8 @@ class TaskSet(Sequence[Task]):
             stat = file.stat()
         except OSError as error:
             raise DataError(f"task file {file} cannot be read: {error.strerror}") from error
+        if file.is_dir():
+            raise DataError(f"task file {file} cannot be read: it is a folder; name a file in it")
         return _read_jsonl(file, stat.st_mtime_ns, stat.st_size, (prompt, answer, task_id))
 
     @classmethod
@@ -238,6 +241,9 @@ def _read_jsonl(file: Path, mtime_ns: int, size: int, fields: tuple[str, str, st
         where = f"{file}:{number}"
         try:
             row = json.loads(text)
+        except json.JSONDecodeError as error:
+            place = f"column {error.pos + 1}"
+            raise DataError(f"{where}: not JSON: {error.msg} at {place}") from error
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: not JSON: {error}") from error
         task = _task(row, fields, where, f"{file.name.split('.')[0]}/{number}")
@@ -256,8 +262,8 @@ def _numbered_lines(file: Path) -> Iterator[tuple[int, str]]:
     try:
         with opened(file, "rb") as stream:
             for number, raw in enumerate(stream, start=1):
-                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-                if text.strip():
+                text = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip()
+                if text:
                     yield number, text
     except UnicodeDecodeError as error:
         raise DataError(f"{file}:{number}: not UTF-8: {error}") from error
@@ -275,11 +281,14 @@ def _task(row: Any, fields: tuple[str, str, str], where: str, fallback: str) -> 
     prompt = row[prompt_field]
     if not isinstance(prompt, str) or not prompt.strip():
         raise DataError(f"{where}: field {prompt_field!r} must be text that is not empty")
-    if row[answer_field] in (None, ""):
+    answer = row[answer_field]
+    if answer in (None, ""):
         raise DataError(f"{where}: field {answer_field!r} is empty")
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise DataError(f"{where}: field {answer_field!r} must be finite, got {answer}")
     identity = row.get(id_field, fallback)
     if not isinstance(identity, (str, int)) or identity == "":
         raise DataError(f"{where}: field {id_field!r} must be text or a whole number")
     known = {prompt_field, answer_field, id_field}
     metadata = {name: value for name, value in row.items() if name not in known}
-    return Task(id=str(identity), prompt=prompt, answer=row[answer_field], metadata=metadata)
+    return Task(id=str(identity), prompt=prompt, answer=answer, metadata=metadata)

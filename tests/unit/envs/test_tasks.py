@@ -141,6 +141,10 @@ GOOD = {"id": "x", "question": "1?", "answer": "1"}
     [
         ('{"question": "1?", ', "t.jsonl:7: not JSON"),
         ("[" * 100_000, "t.jsonl:7: not JSON"),
+        ('{"question": "1?", "answer":', "t.jsonl:7: not JSON: Expecting value at column 29"),
+        ('{"question": "1?", "answer": NaN}', "t.jsonl:7: field 'answer' must be finite, got nan"),
+        ('{"question": "1?", "answer": -Infinity}', "must be finite, got -inf"),
+        ('{"question": "1?", "answer": 1e999}', "must be finite, got inf"),
         ("[1, 2]", "t.jsonl:7: expected a JSON object, got list"),
         ({"question": "1?"}, "t.jsonl:7: no field 'answer'; fields: question"),
         ({"answer": "1"}, "t.jsonl:7: no field 'question'"),
@@ -160,7 +164,7 @@ def test_a_bad_line_is_named_by_file_and_line(tmp_path: Path, seventh: Any, mess
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"missing\.jsonl cannot be read"):
         TaskSet.from_jsonl(tmp_path / "missing.jsonl")
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="cannot be read: it is a folder"):
         TaskSet.from_jsonl(tmp_path)
     empty = write(tmp_path / "empty.jsonl", "")
     with pytest.raises(DataError, match=r"empty\.jsonl holds no tasks"):

@@ -13,13 +13,18 @@ if TYPE_CHECKING:
     from turngym.envs.tasks import Draft, TaskSet
     from turngym.envs.tools import Tool, tool
     from turngym.envs.wrappers import RecordEpisode, TextActions, TurnLimit
+    from turngym.types import Action, Message, Observation, Task
 
 _HOMES = {
+    "Action": "turngym.types",
     "DialogueSpace": "turngym.envs.spaces",
     "Draft": "turngym.envs.tasks",
+    "Message": "turngym.types",
     "MessageSpace": "turngym.envs.spaces",
+    "Observation": "turngym.types",
     "RecordEpisode": "turngym.envs.wrappers",
     "Snapshot": "turngym.envs.episode",
+    "Task": "turngym.types",
     "TaskSet": "turngym.envs.tasks",
     "TextActions": "turngym.envs.wrappers",
     "TextSpace": "turngym.envs.spaces",
@@ -36,11 +41,15 @@ _HOMES = {
 }
 
 __all__ = [
+    "Action",
     "DialogueSpace",
     "Draft",
+    "Message",
     "MessageSpace",
+    "Observation",
     "RecordEpisode",
     "Snapshot",
+    "Task",
     "TaskSet",
     "TextActions",
     "TextSpace",

@@ -147,3 +147,4 @@ def test_public_names_can_all_be_imported() -> None:
             assert getattr(module, name) is not None
         with pytest.raises(AttributeError, match="no attribute 'nothing'"):
             module.nothing  # noqa: B018
+    assert turngym.envs.Task is Task

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,9 @@ _CHUNK_LOGITS = {"cpu": 1 << 21}
 """Most logits of a chunk, by device. Measured at V = 32,768: half the time of 2**25."""
 
 
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LogProbs:
     """What the current weights think of given tokens."""
@@ -65,7 +69,8 @@ def load_model(
     meaningful importance ratio.
 
     Args:
-        path: a folder written by `save_pretrained` (nothing is looked up elsewhere), or a hub id.
+        path: a folder written by `save_pretrained` (nothing is looked up elsewhere), or a hub id
+            of the form `owner/name`.
         dtype: name of the torch dtype of the weights; "auto" keeps the stored one.
         device: "auto" takes the first accelerator there is; else a torch device.
 
@@ -73,13 +78,18 @@ def load_model(
         The model, in eval mode, and a fast tokenizer.
 
     Raises:
-        ConfigError: nothing loadable is there, the dtype is unknown, or the tokenizer knows more
-            ids than the model.
+        ConfigError: the path is neither, nothing loadable is there, the dtype is unknown, or the
+            tokenizer knows more ids than the model.
     """
     kind = dtype if dtype == "auto" else getattr(torch, dtype, None)
     if kind != "auto" and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         raise ConfigError(f"dtype must be a torch float type or 'auto', got {dtype!r}")
     local = Path(path).is_dir()
+    if not local and not _HUB_ID.fullmatch(str(path)):
+        raise ConfigError(
+            f"cannot load a model: there is no folder {str(path)!r} here, and ids of the hub have "
+            "the form owner/name"
+        )
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=local)
         _switch_off_dropout(config)

@@ -215,6 +215,20 @@ def test_loading_mistakes_are_named(tmp_path: Path, make_model: MakeModel) -> No
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize("path", ["qwen", "./runs/policy", "/no/where", "runs/one/policy"])
+def test_a_path_that_is_no_folder_is_not_looked_up_on_the_hub(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look_up(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", look_up)
+    with pytest.raises(ConfigError, match=rf"no folder '{path}' here.*owner/name"):
+        load_model(path)
+    with pytest.raises(AssertionError, match="was asked"):
+        load_model("owner/a-model_1.5")
+
+
 def test_adapters_begin_with_seeded_weights_and_leave_the_global_generator_alone(
     make_model: Callable[..., Any],
 ) -> None:

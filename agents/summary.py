@@ -73,13 +73,17 @@ class Report:
     """An episode is a success when each of these components reaches its threshold."""
 
     tasks: int
-    """Tasks with at least one episode that did not fail for the world's fault."""
+    """Tasks with at least one episode that did not fail for the world's fault; 0 = there is
+    nothing to report but `last_error`."""
 
     episodes: int
     """Episodes in all, errors included."""
 
     errors: int
     """Episodes that failed for the world's fault; in no other number."""
+
+    last_error: str | None
+    """Status and cause of the last of them, by task and sample; None when there is none."""
 
     unscored: int
     """Episodes whose success is unknown because a component abstained; not in pass@k."""
@@ -209,6 +213,7 @@ def summarize(
     rule = success_rule(specs, success)
     episodes = _distinct(records)
     scored = [one for one in episodes if not is_world_fault(one["status"])]
+    failed = [one for one in episodes if is_world_fault(one["status"])]
     by_task: dict[str, list[Record]] = {}
     for one in scored:
         by_task.setdefault(one["task_id"], []).append(one)
@@ -226,7 +231,8 @@ def summarize(
         success=rule,
         tasks=len(tasks),
         episodes=len(episodes),
-        errors=len(episodes) - len(scored),
+        errors=len(failed),
+        last_error=f"{failed[-1]['status']}: {failed[-1]['error']}" if failed else None,
         unscored=len(scored) - sum(n for n, _ in counts),
         statuses=dict(sorted(Counter(one["status"] for one in episodes).items())),
         pass_at=_over_k(counts, pass_at_k, seed),

@@ -108,6 +108,13 @@ def test_no_record_at_all_gives_an_empty_report() -> None:
     assert summarize([failed("a", 0)], SPECS).errors == 1
 
 
+def test_a_report_of_errors_alone_tells_the_last_ones_cause() -> None:
+    report = summarize([failed("b", 0), failed("a", 1) | {"error": "full"}], SPECS)
+    assert (report.tasks, report.errors, report.last_error) == (0, 2, "env_error: gone")
+    assert report.to_json()["last_error"] == "env_error: gone"
+    assert summarize(tries("a", 2, 1), SPECS).last_error is None
+
+
 def test_the_table_and_the_json_show_the_same_numbers() -> None:
     report = summarize(tries("a", 4, 1) + tries("b", 4, 4), SPECS)
     plain = json.loads(json.dumps(report.to_json()))

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from turngym.agents.adapters import find_base, import_peft, is_adapter, merge_adapter, quiet_peft
 from turngym.agents.head import Head, decoder_of, head_of, linear, vocab_size
-from turngym.errors import ConfigError, MissingDependencyError, TrajectoryError
+from turngym.errors import ConfigError, TrajectoryError
 
 __all__ = [
     "LogProbs",
@@ -70,7 +71,8 @@ def load_model(
 
     Args:
         path: a folder written by `save_pretrained` (nothing is looked up elsewhere), or a hub id
-            of the form `owner/name`.
+            of the form `owner/name`. In a folder that holds a peft adapter it is merged into its
+            base (see `find_base`).
         dtype: name of the torch dtype of the weights; "auto" keeps the stored one.
         device: "auto" takes the first accelerator there is; else a torch device.
 
@@ -80,26 +82,17 @@ def load_model(
     Raises:
         ConfigError: the path is neither, nothing loadable is there, the dtype is unknown, or the
             tokenizer knows more ids than the model.
+        MissingDependencyError: the folder holds an adapter and peft is not installed.
     """
     kind = dtype if dtype == "auto" else getattr(torch, dtype, None)
     if kind != "auto" and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         raise ConfigError(f"dtype must be a torch float type or 'auto', got {dtype!r}")
-    local = Path(path).is_dir()
-    if not local and not _HUB_ID.fullmatch(str(path)):
+    if not Path(path).is_dir() and not _HUB_ID.fullmatch(str(path)):
         raise ConfigError(
             f"cannot load a model: there is no folder {str(path)!r} here, and ids of the hub have "
             "the form owner/name"
         )
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=local)
-        _switch_off_dropout(config)
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=kind, local_files_only=local
-        )
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=local)
-    except (OSError, ValueError) as error:
-        where = "folder" if local else "hub id (no folder of that name exists here)"
-        raise ConfigError(f"cannot load a causal LM from {where} {str(path)!r}: {error}") from error
+    model, tokenizer = _load(path, kind)
     if len(tokenizer) > vocab_size(model):
         raise ConfigError(
             f"the tokenizer of {str(path)!r} has {len(tokenizer)} ids, its model only "
@@ -109,6 +102,36 @@ def load_model(
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = str(accelerator or "cpu")
     return model.to(device).eval(), tokenizer
+
+
+def _load(path: str | os.PathLike[str], dtype: Any) -> tuple[nn.Module, Any]:
+    local = Path(path).is_dir()
+    if local and is_adapter(path):
+        return _load_merged(path, dtype)
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=local)
+        _switch_off_dropout(config)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, local_files_only=local
+        )
+        return model, AutoTokenizer.from_pretrained(path, local_files_only=local)
+    except (OSError, ValueError) as error:
+        where = "folder" if local else "hub id (no folder of that name exists here)"
+        raise ConfigError(f"cannot load a causal LM from {where} {str(path)!r}: {error}") from error
+
+
+def _load_merged(folder: str | os.PathLike[str], dtype: Any) -> tuple[nn.Module, Any]:
+    base = find_base(folder)
+    try:
+        model, tokenizer = _load(base, dtype)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{str(folder)!r} holds an adapter of {base!r}, which is not to be had: put that model "
+            f"into a folder `base` beside it, or mend base_model_name_or_path ({error})"
+        ) from error
+    if any(Path(folder).glob("tokenizer*.json")):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return merge_adapter(model, folder), tokenizer
 
 
 def _switch_off_dropout(config: Any) -> None:
@@ -333,15 +356,10 @@ def attach_lora(
     """
     if rank < 1:
         raise ConfigError(f"lora rank must be at least 1, got {rank}")
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise MissingDependencyError(
-            "LoRA needs peft: install it with `pip install turngym[peft]`"
-        ) from error
+    peft = import_peft()
     device = cast(Any, model).get_input_embeddings().weight.device
     devices = [] if device.type == "cpu" else [device]
-    config = LoraConfig(
+    config = peft.LoraConfig(
         r=rank,
         lora_alpha=2 * rank if alpha is None else alpha,
         lora_dropout=0.0,
@@ -351,9 +369,8 @@ def attach_lora(
     try:
         with warnings.catch_warnings(), torch.random.fork_rng(devices):
             torch.manual_seed(seed)
-            # peft reads an attribute that transformers has renamed.
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-            return cast(nn.Module, get_peft_model(cast(Any, model), config))
+            quiet_peft()
+            return cast(nn.Module, peft.get_peft_model(model, config))
     except ValueError as error:
         raise ConfigError(f"cannot attach LoRA to {targets!r}: {error}") from error
 

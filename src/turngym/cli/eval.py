@@ -8,6 +8,8 @@ from pathlib import Path
 
 from turngym.cli.console import out, progress, setup_logging, show_table
 from turngym.cli.episodes import EpisodesConfig, open_engine, parse, task_count
+from turngym.config import dump
+from turngym.errors import EnvError
 
 __all__ = ["run"]
 
@@ -53,7 +55,14 @@ def run(argv: Sequence[str]) -> None:
             out=config.out,
             resume=config.resume,
             success=config.success,
+            policy={
+                "name": config.policy,
+                "model": dump(config.model),
+                "max_tokens": config.rollout.max_tokens,
+            },
         )
+    if not report.tasks:
+        raise EnvError(f"all {report.episodes} episodes failed; the last: {report.last_error}")
     if config.json:
         sys.stdout.write(json.dumps(report.to_json(), indent=2) + "\n")
         return

@@ -10,7 +10,7 @@ from turngym.types import Status, Trajectory, is_world_fault
 __all__ = ["CircuitBreaker", "RolloutStats"]
 
 _BLAMED: Mapping[Status, str] = {
-    "reward_error": "; it is the code of a reward of the environment that fails",
+    "reward_error": "; it is the environment's own code that fails: mend the reward",
 }
 
 

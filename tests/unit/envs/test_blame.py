@@ -74,5 +74,7 @@ def test_the_breaker_blames_the_reward_that_raises() -> None:
         env_id="e", task_id="t", group_id="g", seed=0, status="reward_error", error="no"
     )
     breaker = CircuitBreaker(0.5, patience=1)
-    with pytest.raises(CircuitBreakerError, match=r"reward_error: no; it is the code of a reward"):
+    with pytest.raises(
+        CircuitBreakerError, match=r"reward_error: no; it is the environment's own code"
+    ):
         breaker.note(failed)

@@ -171,6 +171,7 @@ def test_timeouts_exits_and_resets_work_in_a_branch(session: SyncSession) -> Non
         assert session.execute("x").result == "1"
 
 
+@pytest.mark.slow
 def test_too_deep_a_chain_is_refused_and_harms_nothing(sandbox: SyncSandbox) -> None:
     chain = [sandbox.session()]
     chain[0].execute("depth = 0")

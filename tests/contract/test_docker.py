@@ -416,6 +416,21 @@ def test_fork_says_what_to_use_instead(engine: Any) -> None:
     in_session(body)
 
 
+@needs_engine
+def test_a_process_may_end_without_closing_its_sandbox(engine: Any) -> None:
+    script = """
+from turngym.sandboxes import SyncSandbox
+from turngym.sandboxes.docker.engine import owner_of_this_process
+sandbox = SyncSandbox("docker", preload=())
+session = sandbox.session()
+print(session.execute("6 * 7").result, owner_of_this_process())
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    answer, owner = run.stdout.split()
+    assert (answer, run.stderr, run.returncode) == ("42", "", 0)
+    assert engine.containers(all=True, filters={"label": f"{OWNER_LABEL}={owner}"}) == []
+
+
 def test_without_an_engine_the_error_names_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
     with pytest.raises(SandboxUnavailableError, match=r"unix:///nowhere/docker.sock.*'local'"):

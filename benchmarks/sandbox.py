@@ -189,18 +189,19 @@ def show(title: str, times: dict[str, list[float]], base: str) -> None:
         )
 
 
-async def round_trips(contenders: list[Contender], rounds: int) -> None:
-    """One stateful cell: `1 + 1`."""
+async def round_trips(contenders: list[Contender], rounds: int, in_a_row: int, title: str) -> None:
+    """One stateful cell: `1 + 1`; contenders take turns after `in_a_row` of them."""
     started = {one.name: await one.start() for one in contenders}
     for cell, _ in started.values():
         await cell("1 + 1")
     times: dict[str, list[float]] = {name: [] for name in started}
     for _ in range(rounds):
         for name, (cell, _) in started.items():
-            times[name].append(await seconds(cell("1 + 1")))
+            for _ in range(in_a_row):
+                times[name].append(await seconds(cell("1 + 1")))
     for _, stop in started.values():
         await stop()
-    show("a cell (1 + 1) in a running session", times, contenders[0].name)
+    show(title, times, contenders[0].name)
 
 
 async def first_cells(contenders: list[Contender], code: str, rounds: int, title: str) -> None:
@@ -286,7 +287,9 @@ async def benchmark(options: argparse.Namespace) -> None:
             print(f"not installed: {one.name} ({one.install})")
     contenders = [Contender("python -c", bare), ours(sandbox), *peers]
     try:
-        await round_trips(contenders, options.rounds)
+        title = "a cell (1 + 1) in a running session"
+        await round_trips(contenders[:2], options.rounds, 10, f"{title}, ten in turn")
+        await round_trips(contenders, options.rounds, 1, f"{title}, one in turn")
         await first_cells(contenders[:2], "1 + 1", options.rounds, "create + first cell (1 + 1)")
         await first_cells(contenders, "1 + 1", options.heavy_rounds, "the same, peers included")
         await first_cells(

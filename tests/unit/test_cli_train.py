@@ -5,8 +5,9 @@ import pytest
 from turngym.cli.train import parse
 from turngym.errors import ConfigError
 from turngym.rl.config import TrainConfig
+from turngym.rl.observer import Quiet
 from turngym.rl.presets import preset
-from turngym.rl.session import Quiet, TrainSession
+from turngym.rl.session import TrainSession
 from turngym.rl.trust_region import Clip
 
 RECIPE = f"@{Path(__file__).resolve().parents[2] / 'recipes' / 'calculator.toml'}"

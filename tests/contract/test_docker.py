@@ -355,8 +355,10 @@ def test_nothing_survives_a_trainer_killed_by_sigkill(engine: Any) -> None:
     # One that was made but not yet started when its owner died runs nothing and cannot remove
     # itself: the next owner does.
     async def body(sandbox: DockerSandbox) -> None:
-        left = engine.containers(all=True, filters=filters)
-        assert [one for one in left if one["State"] not in ("removing", "exited")] == []
+        deadline = time.monotonic() + 4
+        while engine.containers(all=True, filters=filters) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        assert engine.containers(all=True, filters=filters) == []
 
     run(body)
 

@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 from turngym.errors import ConfigError
 from turngym.types import Action, FinishReason, Message
 
-__all__ = ["ActContext", "Completion", "MessagePolicy", "Policy", "Sampling", "WeightSync"]
+__all__ = [
+    "ActContext",
+    "Completion",
+    "MessagePolicy",
+    "Policy",
+    "Sampling",
+    "TrainablePolicy",
+    "WeightSync",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,5 +151,25 @@ class WeightSync(Protocol):
     """Brings the trainer's weights to a policy."""
 
     def push(self, named: Iterable[tuple[str, Any]], *, version: int) -> None:
-        """Deliver named tensors as policy version `version`; blocks until they are in use."""
+        """Deliver named tensors as policy version `version`; blocks until they are in use.
+
+        Requests in flight go on: the tokens they sample from then on are of the new weights, their
+        context computed anew, and carry the new version.
+
+        Args:
+            named: the parameters that train, by their names in the trainer's model (a peft model's
+                adapters under peft's names); none at all = the policy shares them already.
+            version: optimizer steps these weights have seen.
+
+        Raises:
+            WeightSyncError: a name or a shape does not fit, or the engine did not take them.
+        """
+        ...
+
+
+class TrainablePolicy(Policy, WeightSync, Protocol):
+    """A policy that a trainer samples from and updates."""
+
+    def close(self) -> None:
+        """End it; requests in flight fail with `EngineError`. Idempotent."""
         ...

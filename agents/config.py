@@ -1,10 +1,48 @@
 """Settings of the rollout side. Free of torch: the command line reads them for `--help`."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from turngym.errors import ConfigError
 
-__all__ = ["RolloutConfig"]
+__all__ = ["EngineConfig", "RolloutConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What samples tokens."""
+
+    kind: Literal["hf", "vllm"] = "hf"
+    """`hf` = the in-process sampler, no extra install; `vllm` needs vLLM or servers of it."""
+
+    isolated: bool = False
+    """vllm: in a child process, which dies with this one, instead of in this process."""
+
+    urls: tuple[str, ...] = ()
+    """vllm: running servers to sample from instead, such as http://localhost:8000."""
+
+    kv_gib: float = 1.0
+    """vllm on a CPU: memory for keys and values, GiB."""
+
+    gpu_memory: float = 0.5
+    """vllm on a GPU: fraction of its memory the engine may take."""
+
+    timeout_s: float = 120.0
+    """Seconds that starting, a weight update or another control call may take."""
+
+    def __post_init__(self) -> None:
+        if self.kind == "hf" and (self.isolated or self.urls):
+            raise ConfigError(
+                "engine.isolated and engine.urls are settings of vLLM; add engine.kind='vllm'"
+            )
+        if self.isolated and self.urls:
+            raise ConfigError("engine.isolated starts an engine, engine.urls names running ones")
+        for name in ("kv_gib", "gpu_memory", "timeout_s"):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise ConfigError(f"engine.{name} must be positive and finite, got {value}")
+        if self.gpu_memory > 1:
+            raise ConfigError(f"engine.gpu_memory is a fraction of 1, got {self.gpu_memory}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ pushes, and while weights are pushed in flight (each token under its own version
 from float64 says what of that is rounding.
 
 Speed: the same prompts and token counts through `VLLMPolicy.generate` and through the bare engine,
-in turns (A, B, A, B, ...) in CPU seconds, which a busy machine disturbs less; ratios are medians over
-the pairs. Then dialogues with the prefix cache warm and cold, and the time of a push.
+in turns (A, B, A, B, ...) in CPU seconds, which a busy machine disturbs less; ratios are medians
+over the pairs. Then dialogues with the prefix cache warm and cold, and the time of a push.
 """
 
 import argparse

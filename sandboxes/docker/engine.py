@@ -1,9 +1,10 @@
 """A Docker or Podman engine, reached through the `docker` SDK.
 
-Every container carries the identity of its owner: kernel boot, pid namespace, process and start
-time. Whoever connects removes containers whose owner is provably dead. That is the second line;
-the first is that a container's PID 1 ends with the connection it was started over, and that the
-engine removes what has ended.
+A container's PID 1 ends with the connection it was started over, and the engine removes what has
+ended. What was made and never started is removed by a watcher beside its owner (`watcher.py`).
+Should that be killed too: every container carries the identity of its owner (kernel boot, pid
+namespace, process and start time), and whoever connects next removes those whose owner is
+provably dead.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ from turngym.errors import (
     SandboxUnavailableError,
     SessionLostError,
 )
+from turngym.sandboxes.docker.watcher import Watcher
 from turngym.sandboxes.executor import ExitSafeExecutor
 
 __all__ = ["Container", "Death", "Engine", "connect", "owner_of_this_process"]
@@ -80,6 +82,13 @@ def connect() -> tuple[Any, bool]:
         )
     parts = [part.get("Name", "") for part in version.get("Components") or ()]
     return client, any("Podman" in part for part in parts)
+
+
+def _url() -> str:
+    """Where the engine listens: ``http+unix:///path`` or ``http://host:port``."""
+    import docker
+
+    return str(docker.utils.parse_host(os.environ.get("DOCKER_HOST")))
 
 
 def owner_of_this_process() -> str:
@@ -193,15 +202,17 @@ class Engine:
     def __init__(self, client: Any, podman: bool) -> None:
         self.podman = podman
         self._client = client
-        self._id = uuid.uuid4().hex
         self._orphans: set[asyncio.Task[None]] = set()
+        self._id = uuid.uuid4().hex
         self._threads = ExitSafeExecutor(8, thread_name_prefix="turngym-docker")
+        self._watcher = Watcher(f"{BACKEND_LABEL}={self._id}", _url())
 
     @classmethod
     async def connect(cls) -> "Engine":
         """Find the engine (see `connect`) and clear away what dead owners left."""
         engine = cls(*await asyncio.to_thread(connect))
         await engine.call(engine._reap)
+        await engine.call(engine._watcher.start)
         return engine
 
     async def call(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
@@ -240,14 +251,16 @@ class Engine:
 
         client, container = self._client, ""
         try:
-            container = client.create_container(
-                image,
-                command,
-                stdin_open=True,
-                host_config=client.create_host_config(**self._adapted(host)),
-                labels={OWNER_LABEL: owner_of_this_process(), BACKEND_LABEL: self._id},
-                **options,
-            )["Id"]
+            with self._watcher.request(name := f"turngym-{uuid.uuid4().hex}"):
+                container = client.create_container(
+                    image,
+                    command,
+                    name=name,
+                    stdin_open=True,
+                    host_config=client.create_host_config(**self._adapted(host)),
+                    labels={OWNER_LABEL: owner_of_this_process(), BACKEND_LABEL: self._id},
+                    **options,
+                )["Id"]
             attached = client.attach_socket(
                 container, {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
             )
@@ -318,6 +331,7 @@ class Engine:
         mine = {"label": f"{BACKEND_LABEL}={self._id}"}
         for container in await self.call(self._client.containers, all=True, filters=mine):
             await self.remove(container["Id"])
+        await self.call(self._watcher.dismiss)
         await self.call(self._client.close)
         self._threads.shutdown(wait=False)
 

@@ -348,19 +348,47 @@ def test_nothing_survives_a_trainer_killed_by_sigkill(engine: Any) -> None:
     trainer.wait()
     trainer.stdout.close()
     deadline = time.monotonic() + 4
-    while engine.containers(filters=filters) and time.monotonic() < deadline:
+    while engine.containers(all=True, filters=filters) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert engine.containers(filters=filters) == []
+    assert engine.containers(all=True, filters=filters) == []
 
-    # One that was made but not yet started when its owner died runs nothing and cannot remove
-    # itself: the next owner does.
-    async def body(sandbox: DockerSandbox) -> None:
-        deadline = time.monotonic() + 4
-        while engine.containers(all=True, filters=filters) and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
-        assert engine.containers(all=True, filters=filters) == []
 
-    run(body)
+CHURNING_TRAINER = """
+import asyncio
+from turngym.sandboxes.base import PoolConfig
+from turngym.sandboxes.docker import DockerSandbox
+from turngym.sandboxes.docker.engine import owner_of_this_process
+async def churn(sandbox):
+    while True:
+        await (await sandbox.session()).close()
+async def main():
+    sandbox = await DockerSandbox.create(preload=(), pool=PoolConfig(min_idle=2))
+    print(owner_of_this_process(), flush=True)
+    await asyncio.gather(*(churn(sandbox) for _ in range(3)))
+asyncio.run(main())
+"""
+
+
+@needs_engine
+@pytest.mark.parametrize("delay_s", [0.0, 0.2, 0.5])
+def test_a_kill_amid_the_making_of_containers_leaves_none(engine: Any, delay_s: float) -> None:
+    command = [sys.executable, "-c", CHURNING_TRAINER]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    filters = {"label": f"{OWNER_LABEL}={trainer.stdout.readline().strip()}"}
+    time.sleep(delay_s)
+    assert engine.containers(all=True, filters=filters) != []
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    empty_since = deadline = time.monotonic() + 4
+    while time.monotonic() < min(deadline, empty_since + 0.5):
+        if engine.containers(all=True, filters=filters):
+            empty_since = deadline
+        else:
+            empty_since = min(empty_since, time.monotonic())
+        time.sleep(0.05)
+    assert engine.containers(all=True, filters=filters) == []
 
 
 @needs_engine

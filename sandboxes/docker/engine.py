@@ -43,6 +43,8 @@ _HEADER = struct.Struct(">BxxxI")
 _STDERR = 2
 _OOM_TO_DEATH_S = 5
 _REMOVAL_S = 10.0
+_PODMAN_FOLDERS = ("/run", "/var/tmp")
+_UNWRITABLE = "ro,noexec,nosuid,nodev,size=4k,mode=0555"
 
 
 def connect() -> tuple[Any, bool]:
@@ -279,11 +281,15 @@ class Engine:
         return Container(self, container, attached)
 
     def _adapted(self, host: dict[str, Any]) -> dict[str, Any]:
-        """Leave out what this engine does not know: Podman's tmpfs has no `nr_inodes`."""
+        """Fit the settings to a Podman.
+
+        Its tmpfs has no `nr_inodes`. A read-only root gets writable folders of its own choice,
+        without bounds, unless something is mounted there.
+        """
         if not self.podman:
             return host
         tmpfs = {path: re.sub(",nr_inodes=[0-9]+", "", how) for path, how in host["tmpfs"].items()}
-        return host | {"tmpfs": tmpfs}
+        return host | {"tmpfs": tmpfs | dict.fromkeys(_PODMAN_FOLDERS, _UNWRITABLE)}
 
     async def remove(self, container: str) -> None:
         """Remove a container, running or not, if it still exists."""

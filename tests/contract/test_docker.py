@@ -136,13 +136,33 @@ def test_a_container_is_set_up_as_promised(engine: Any) -> None:
         assert host["PidsLimit"] == 33
         assert host["NanoCpus"] == 500_000_000
         assert host["AutoRemove"] is True
-        assert set(host["Tmpfs"]) == {"/workspace", "/tmp"}
+        writable = [path for path, how in host["Tmpfs"].items() if "ro" not in how.split(",")]
+        assert set(writable) == {"/workspace", "/tmp"}
         assert seen["Config"]["User"] == "1000:1000"
-        ulimits = {limit["Name"]: limit["Hard"] for limit in host["Ulimits"]}
+        ulimits = {
+            limit["Name"].removeprefix("RLIMIT_").lower(): limit["Hard"]
+            for limit in host["Ulimits"]
+        }
         assert ulimits == {"nofile": 1024, "nproc": 4096, "core": 0}
 
     limits = Limits(memory_mb=100, disk_mb=16, processes=32, open_files=128)
     in_session(body, limits=limits, cpus=0.5)
+
+
+@needs_engine
+def test_nothing_but_the_promised_folders_is_writable(engine: Any) -> None:
+    code = """
+import os
+places = {line.split()[1] for line in open('/proc/mounts')} | {'/run', '/var/tmp', '/etc', '/home'}
+[place for place in sorted(places) if os.path.isdir(place) and os.access(place, os.W_OK)]
+"""
+
+    async def body(session: DockerSession) -> None:
+        seen = (await session.execute(code)).result
+        # Message queues belong to the container's own IPC namespace and are bounded by a ulimit.
+        assert seen == "['/dev/mqueue', '/dev/shm', '/tmp', '/workspace']"
+
+    in_session(body)
 
 
 @needs_engine
@@ -304,7 +324,9 @@ def test_a_cancelled_start_leaves_no_container(engine: Any) -> None:
             task = asyncio.create_task(sandbox.session())
             await asyncio.sleep(delay)
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            for outcome in await asyncio.gather(task, return_exceptions=True):
+                if not isinstance(outcome, BaseException):
+                    await outcome.close()  # it had started before it was cancelled
         deadline = time.monotonic() + 5
         while ours(engine) and time.monotonic() < deadline:
             await asyncio.sleep(0.1)

@@ -1,6 +1,5 @@
 """One execution, from request to verdict."""
 
-import os
 import signal
 import time
 from typing import Any
@@ -14,12 +13,6 @@ __all__ = ["Cell"]
 _NAP_S = 0.05
 _MUTE_S = 0.1
 """How long a worker that closed its channel may take to die before it counts as mute."""
-
-_OOM_FILES = tuple(
-    path
-    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
-    if os.path.exists(path)
-)
 
 
 class Cell:
@@ -62,7 +55,7 @@ class Cell:
         self._cpu_start = cpu_s(worker)
         self._cpu_s = self._delay_s = 0.0
         self._starved = self._nap_known = False
-        self._oom_start = _oom_kills()
+        self._oom_start = interpreter.oom_kills()
         watch.start(self._start)
 
     @property
@@ -213,19 +206,22 @@ class Cell:
         code, number = self._interpreter.exit_code_and_signal()
         if self._broken and self._reason is None:
             # A large process that the kernel kills hangs up long before it is dead.
-            return "memory" if _oom_kills() > self._oom_start else "protocol", True
+            return "memory" if self._ran_out_of_memory() else "protocol", True
         if self._reason is not None:
             lost = not self.program and (dead or self._broken or self._killed)
             return "infra" if self._starved else self._reason, lost
         if number == signal.SIGXCPU:
             return "timeout", True
-        if number == signal.SIGKILL and _oom_kills() > self._oom_start:
+        if number == signal.SIGKILL and self._ran_out_of_memory():
             return "memory", True
         if dead and self.program:
             return ("ok" if code == 0 else "error" if self._answer else "exited"), False
         if dead or self._answer is None:
             return "exited", True
         return self._answer[0].decode("ascii"), False
+
+    def _ran_out_of_memory(self) -> bool:
+        return self._interpreter.oom_kills() > self._oom_start
 
 
 def _is_answer(fields: list[bytes]) -> bool:
@@ -246,15 +242,3 @@ def _shown(answer: list[bytes] | None) -> dict[str, Any]:
     kinds = [mime.decode("ascii", "replace") for mime in answer[3::2]]
     shown["artifacts"] = [[kind, len(data)] for kind, data in zip(kinds, answer[4::2], strict=True)]
     return shown
-
-
-def _oom_kills() -> int:
-    """Count of the kernel's out-of-memory kills in this container's cgroup, 0 where unknown."""
-    for path in _OOM_FILES:
-        try:
-            with open(path, "rb") as file:
-                words = file.read().split()
-            return int(words[words.index(b"oom_kill") + 1])
-        except (OSError, ValueError, IndexError):
-            continue
-    return 0

@@ -85,8 +85,11 @@ class Forker:
     def _become_copy(self, template: Interpreter, workspace: str, link: int, tell: int) -> NoReturn:
         try:
             lost = [*self._killed, *self._settle(template.limits)]
+            group = template.group.sibling() if template.group else None
+            if group is not None:
+                group.limit(template.limits)
             copy = Interpreter(
-                template.limits, workspace, template.confine, Processes(isolated=True)
+                template.limits, workspace, template.confine, Processes(isolated=True), group
             )
             copy.generation = template.generation
             os.write(tell, _GO)
@@ -117,6 +120,8 @@ def _copy_worker(template: Interpreter, copy: Interpreter) -> list[str]:
     if len(others) != 1:
         raise OSError(errno.EPROTO, f"the copy has {len(others)} processes instead of one")
     copy.adopt(others[0])
+    if copy.group is not None:
+        copy.group.enter(others[0])
     template.close()
     return [text.decode("utf-8", "replace") for text in lost]
 

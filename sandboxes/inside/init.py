@@ -55,6 +55,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 from turngym.sandboxes.inside.cell import Cell
+from turngym.sandboxes.inside.cgroups import Group
 from turngym.sandboxes.inside.files import list_files, read_file, write_file
 from turngym.sandboxes.inside.frames import FrameError, FrameReader, encode, pack
 from turngym.sandboxes.inside.interpreter import Confine, Interpreter
@@ -92,6 +93,7 @@ class Init:
         isolated: this process is PID 1 of its PID namespace.
         prepare: called once with the limits, before the first worker; returns the workspace.
         fork: serves the operation of that name, where the backend has one.
+        group: for worker and what it starts, where the backend has one.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Init:
         isolated: bool,
         prepare: Callable[[dict[str, Any]], str] | None = None,
         fork: Fork | None = None,
+        group: Group | None = None,
     ) -> None:
         self._in, self._out = host_in, host_out
         is_socket = stat.S_ISSOCK(os.fstat(host_in).st_mode)
@@ -111,6 +114,7 @@ class Init:
         self._confine = confine
         self._prepare = prepare
         self._fork = fork
+        self._group = group
         self._frozen = False
         self._processes = Processes(isolated=isolated)
         self._reader = FrameReader()
@@ -140,6 +144,7 @@ class Init:
         def take_over() -> None:
             self._limits, self._workspace = interpreter.limits, workspace
             self._interpreter, self._processes = interpreter, interpreter.processes
+            self._group = interpreter.group
             self._watch = Watch((int(self._limits["memory_mb"]) << 20) + rss_bytes())
             self._announce(lost=lost)
 
@@ -161,6 +166,8 @@ class Init:
         finally:
             self._processes.kill_all()
             self._processes.reap_all()
+            if self._group is not None:
+                self._group.remove()
             os._exit(status)
 
     def _first_frame(self) -> dict[str, Any]:
@@ -183,7 +190,11 @@ class Init:
         prepare = self._prepare
         self._workspace = prepare(limits) if prepare else str(message["workspace"])
         self._limits = limits
-        self._interpreter = Interpreter(limits, self._workspace, self._confine, self._processes)
+        if self._group is not None:
+            self._group.limit(limits)
+        self._interpreter = Interpreter(
+            limits, self._workspace, self._confine, self._processes, self._group
+        )
         self._watch = Watch((int(limits["memory_mb"]) << 20) + rss_bytes())
         self._interpreter.start()
         self._announce()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from turngym.sandboxes.inside.branch import CHANNEL
+from turngym.sandboxes.inside.cgroups import Group, oom_counter, oom_kills
 from turngym.sandboxes.inside.frames import FrameError, unpack
 from turngym.sandboxes.inside.output import Capture
 from turngym.sandboxes.inside.processes import Processes
@@ -30,15 +31,23 @@ class Interpreter:
         workspace: working directory of the worker.
         confine: called in the worker before it serves; takes its rights away.
         processes: who lives in the session.
+        group: what bounds them together, with its limits set; None where nothing does.
     """
 
     def __init__(
-        self, limits: dict[str, Any], workspace: str, confine: Confine, processes: Processes
+        self,
+        limits: dict[str, Any],
+        workspace: str,
+        confine: Confine,
+        processes: Processes,
+        group: Group | None = None,
     ) -> None:
         self.limits = limits
         self._workspace = workspace
         self.confine = confine
         self.processes = processes
+        self.group = group
+        self._oom_counter = group.oom_counter() if group else oom_counter()
         self.generation = 0
         self.exit_status: int | None = None
         self.hung_up = False
@@ -82,6 +91,8 @@ class Interpreter:
         self._outbox.clear()
 
     def _become_worker(self, streams: Streams) -> None:
+        if self.group is not None:
+            self.group.enter()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         os.setsid()
         channel, out, err = (os.dup2(fd, 200 + n) for n, fd in enumerate(streams))
@@ -173,6 +184,10 @@ class Interpreter:
         payload = bytes(self._inbox[4 : 4 + size])
         del self._inbox[: 4 + size]
         return unpack(payload)
+
+    def oom_kills(self) -> int:
+        """Processes of the session that the kernel has killed for memory so far, if it tells."""
+        return oom_kills(self._oom_counter)
 
     def exit_code_and_signal(self) -> tuple[int | None, int | None]:
         """How the worker ended: exit code, or the signal that killed it."""

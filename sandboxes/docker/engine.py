@@ -31,6 +31,7 @@ from turngym.errors import (
 )
 from turngym.sandboxes.docker.watcher import Watcher
 from turngym.sandboxes.executor import ExitSafeExecutor
+from turngym.sandboxes.transport import OnData, OnEnd, SocketStream
 
 __all__ = ["Container", "Death", "Engine", "connect", "owner_of_this_process"]
 
@@ -134,34 +135,28 @@ class Container:
         self._engine = engine
         # The SDK's view of the connection buffers and blocks; it is only kept to be closed.
         self._attached = attached
-        self._raw = socket.socket(fileno=os.dup(attached.fileno()))
-        self._raw.setblocking(False)
+        self._stream = SocketStream(socket.socket(fileno=os.dup(attached.fileno())), self._lost)
         self._buffer = bytearray()
         self._last_words = b""
         self._closed = False
 
-    async def send(self, data: bytes) -> None:
-        """Write to its standard input."""
-        try:
-            await asyncio.get_running_loop().sock_sendall(self._raw, data)
-        except OSError as error:
-            raise self._lost(repr(error)) from error
+    def listen(self, on_data: OnData, on_end: OnEnd) -> None:
+        """Hand over what arrives on its standard output."""
 
-    async def receive(self) -> bytes:
-        """Return the next piece of its standard output."""
-        while True:
+        def demultiplex(data: bytes) -> None:
+            self._buffer += data
             while (piece := self._next()) is not None:
                 stream, data = piece
-                if stream != _STDERR:
-                    return data
-                self._last_words = (self._last_words + data)[-2048:]
-            try:
-                data = await asyncio.get_running_loop().sock_recv(self._raw, 1 << 20)
-            except OSError as error:
-                raise self._lost(repr(error)) from error
-            if not data:
-                raise self._lost("it ended")
-            self._buffer += data
+                if stream == _STDERR:
+                    self._last_words = (self._last_words + data)[-2048:]
+                else:
+                    on_data(data)
+
+        self._stream.listen(demultiplex, on_end)
+
+    async def send(self, data: bytes) -> None:
+        """Write to its standard input."""
+        await self._stream.send(data)
 
     def _lost(self, reason: str) -> SessionLostError:
         words = self._last_words.decode("utf-8", "replace").strip()
@@ -182,8 +177,8 @@ class Container:
     def hang_up(self) -> None:
         """Close the stream, upon which PID 1 ends and the engine removes the container."""
         with contextlib.suppress(OSError):
-            self._raw.shutdown(socket.SHUT_RDWR)
-        self._raw.close()
+            self._stream.socket.shutdown(socket.SHUT_RDWR)
+        self._stream.let_go()
         self._attached._response.close()
 
     async def close(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from turngym.sandboxes.inside.frames import FrameError
 from turngym.sandboxes.inside.interpreter import Interpreter
-from turngym.sandboxes.inside.processes import Watch, cpu_s, schedule_s
+from turngym.sandboxes.inside.processes import Watch, cpu_s
 
 __all__ = ["Cell"]
 
@@ -50,13 +50,16 @@ class Cell:
         self._broken = False
         self._mute_from: float | None = None
         self._processes = interpreter.processes
-        worker = self._processes.worker
-        self._run_start, self._delay_start = schedule_s(worker)
-        self._cpu_start = cpu_s(worker)
+        self._cpu_start = cpu_s(self._processes.worker)
         self._cpu_s = self._delay_s = 0.0
         self._starved = self._nap_known = False
-        self._oom_start = interpreter.oom_kills()
         watch.start(self._start)
+
+    def start(self, packet: bytes) -> None:
+        """Send the request; what is read here is read while the worker wakes up."""
+        self._interpreter.send(packet)
+        self._run_start, self._delay_start = self._processes.schedule_s()
+        self._oom_start = self._interpreter.oom_kills()
 
     @property
     def done(self) -> bool:
@@ -80,7 +83,7 @@ class Cell:
             return False
         self._nap_known = True
         return cpu_s(self._processes.worker) - self._cpu_start < _NAP_S / 5 and not (
-            schedule_s(self._processes.worker)[1] - self._delay_start > _NAP_S / 5
+            self._processes.schedule_s()[1] - self._delay_start > _NAP_S / 5
         )
 
     def interrupt(self) -> None:
@@ -122,7 +125,7 @@ class Cell:
                 self._deadline = now + 0.1
             else:
                 self._kill()
-        elif not self._killed and self._watch.exceeded(self._processes.all(), now):
+        elif not self._killed and self._watch.exceeded(self._processes, now):
             self._reason = "memory"
             self._kill()
 
@@ -150,7 +153,7 @@ class Cell:
         worker = self._processes.worker
         if self._interpreter.exit_status is None:
             self._cpu_s = max(self._cpu_s, cpu_s(worker) - self._cpu_start)
-            self._delay_s = max(self._delay_s, schedule_s(worker)[1] - self._delay_start)
+            self._delay_s = max(self._delay_s, self._processes.schedule_s()[1] - self._delay_start)
 
     def _starved_in_grace(self, now: float) -> bool:
         """The worker was hardly scheduled since the interrupt; true for one second at most."""
@@ -167,7 +170,7 @@ class Cell:
         """
         if self._delay_s <= self._timeout_s / 2:
             return False
-        main = schedule_s(self._processes.worker)[0] - self._run_start
+        main = self._processes.schedule_s()[0] - self._run_start
         own = sum(cpu_s(pid) for pid in self._processes.all()) - self._cpu_start - main
         return own < self._delay_s / 2
 

@@ -61,8 +61,10 @@ class Group:
             for tree in trees:
                 os.mkdir(name, dir_fd=tree.folder)
                 self._folders.append(os.open(name, os.O_PATH, dir_fd=tree.folder))
-                # Opened here: permission to enter is that of whoever opened.
-                self._entries.append(_open(self._folders[-1], "cgroup.procs"))
+                # A lone thread that moves itself takes no lock that all processes of the machine
+                # share, which costs milliseconds; only version 1 lets it.
+                entry = "cgroup.procs" if tree.unified else "tasks"
+                self._entries.append(_open(self._folders[-1], entry))
         except OSError:
             self.close()
             remove(trees, name)

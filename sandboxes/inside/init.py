@@ -44,11 +44,11 @@ executed code printed is never parsed.
 import contextlib
 import errno
 import os
-import secrets
 import select
 import signal
 import socket
 import stat
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -70,6 +70,9 @@ __all__ = ["Init"]
 
 PROTOCOL = 1
 _CHUNK = 1 << 16
+_EXTRA = socket.CMSG_SPACE(4 * 4)
+"""Room for four descriptors."""
+
 _MAX_SLEEP_S = 1.0
 
 
@@ -179,8 +182,9 @@ class Init:
         if self._socket is None:
             data = os.read(self._in, _CHUNK)
         else:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, _CHUNK, 4)
-            self._descriptors += descriptors
+            data, extra, _, _ = self._socket.recvmsg(_CHUNK, _EXTRA)
+            for _, _, numbers in extra:
+                self._descriptors += struct.unpack(f"{len(numbers) // 4}i", numbers)
         if not data:
             raise EOFError("the host hung up")
         self._reader.feed(data)
@@ -230,10 +234,10 @@ class Init:
                     self._send({"event": "asleep", "id": cell.id})
             if cell.done:
                 self._finish(cell)
-        elif self._watch_idle():
-            self._replace()
         if self._in in ready:
             self._receive()
+        elif self._cell is None and self._watch_idle():
+            self._replace()
         while (frame := self._reader.next()) is not None:
             self._handle(*frame)
 
@@ -259,7 +263,7 @@ class Init:
             return False
         if self._interpreter.exit_status is not None:
             return True
-        return self._watch.exceeded_idle(self._processes.all(), time.monotonic())
+        return self._watch.exceeded_idle(self._processes, time.monotonic())
 
     def _replace(self) -> None:
         self._interpreter.replace()
@@ -283,9 +287,9 @@ class Init:
             raise OSError(errno.EBUSY, "a cell is running; cells run one after another")
         if self._spent or self._frozen:
             raise OSError(errno.ESHUTDOWN, "the session ran a program or was forked: it is used up")
-        if self._interpreter.spoke_unasked():
+        if self._interpreter.exit_status is not None or self._interpreter.spoke_unasked():
             self._replace()
-        token = secrets.token_bytes(32)
+        token = os.urandom(32)
         program = message["op"] == "program"
         fields = [token, b"cell", body]
         if program:
@@ -300,7 +304,7 @@ class Init:
             float(message["timeout_s"]),
             program=program,
         )
-        self._interpreter.send(pack(fields))
+        self._cell.start(pack(fields))
         return {}, b""
 
     def _finish(self, cell: Cell) -> None:

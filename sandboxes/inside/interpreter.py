@@ -18,6 +18,8 @@ from turngym.sandboxes.inside.worker import Worker
 
 __all__ = ["Interpreter", "Streams"]
 
+_CHUNK = 1 << 16
+
 Confine = Callable[[dict[str, Any]], None]
 Streams = tuple[int, int, int]
 """Descriptors of a worker's own ends: channel, stdout, stderr."""
@@ -84,7 +86,7 @@ class Interpreter:
 
     def adopt(self, pid: int) -> None:
         """Take the process `pid`, which holds the worker's ends, as the worker."""
-        self.processes.worker = pid
+        self.processes.follow(pid)
         self.exit_status = None
         self.hung_up = False
         self._inbox.clear()
@@ -158,11 +160,11 @@ class Interpreter:
         """Read what the channel has, up to just above the largest packet allowed."""
         try:
             while len(self._inbox) <= self._max_packet + 4:
-                data = self.channel.recv(1 << 20)
-                if not data:
-                    self.hung_up = True
-                    return
+                data = self.channel.recv(_CHUNK)
                 self._inbox += data
+                if len(data) < _CHUNK:  # all there is, and nothing at the end of the stream
+                    self.hung_up = not data
+                    return
         except BlockingIOError:
             return
         except ConnectionResetError:

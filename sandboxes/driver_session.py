@@ -23,7 +23,7 @@ __all__ = ["DriverSession", "Link"]
 
 Answer = asyncio.Future[tuple[dict[str, Any], bytes]]
 
-Slot = Callable[[], contextlib.AbstractAsyncContextManager[Turn]]
+Slot = Callable[[], Turn]
 """Context of one executing cell."""
 
 _SHORT = 16 << 10
@@ -252,7 +252,7 @@ class DriverSession:
                     raise SessionClosedError("the session was closed while it ran") from None
                 raise
             lost, self._lost = self._lost, ()
-            return _result(answer, data, turn, lost)
+            return _result(answer, data, turn.waited_s, lost)
 
     async def _ask_interruptibly(
         self, message: dict[str, Any], body: bytes, within_s: float

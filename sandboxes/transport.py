@@ -77,7 +77,15 @@ class SocketStream:
     async def send(self, data: bytes) -> None:
         """Write all of `data`."""
         try:
-            await asyncio.get_running_loop().sock_sendall(self.socket, data)
+            sent = self.socket.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            raise self._lost(repr(error)) from error
+        if sent == len(data):
+            return
+        try:
+            await asyncio.get_running_loop().sock_sendall(self.socket, data[sent:])
         except OSError as error:
             raise self._lost(repr(error)) from error
 

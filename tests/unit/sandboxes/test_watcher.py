@@ -134,7 +134,7 @@ def test_a_fork_that_outlives_its_owner_does_not_keep_the_containers(
 ) -> None:
     url, labels = engine
     labels["open"] = "label=mine"
-    end = "import os; fork = os.fork(); print(fork, flush=True); time.sleep(60)"
+    end = "import os; fork = os.fork(); fork and print(fork, flush=True); time.sleep(60)"
     with owner(url, end) as (process, watcher):
         assert process.stdout is not None
         fork = int(process.stdout.readline())

@@ -173,7 +173,7 @@ def _hierarchies() -> Iterator[tuple[bool, tuple[str, ...], list[str]]]:
 def _seen(group: str, root: str, mounted: str) -> str:
     """Where a mount that shows `root` and what is below it shows `group`; empty if it does not."""
     root = root.rstrip("/")
-    if not group.startswith(f"{root}/") and group != root:
+    if not group or not f"{group}/".startswith(f"{root}/"):
         return ""
     return (mounted + group[len(root) :]).rstrip("/")
 

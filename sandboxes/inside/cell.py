@@ -12,7 +12,10 @@ __all__ = ["Cell"]
 
 _NAP_S = 0.05
 _MUTE_S = 0.1
-"""How long a worker that closed its channel may take to die before it counts as mute."""
+"""How long a worker that closed its channel may take to begin to die before it counts as mute."""
+
+_DYING_S = 2.0
+"""How long it may take to be dead, starved as it may be."""
 
 
 class Cell:
@@ -56,10 +59,9 @@ class Cell:
         watch.start(self._start)
 
     def start(self, packet: bytes) -> None:
-        """Send the request; what is read here is read while the worker wakes up."""
+        """Send the request."""
         self._interpreter.send(packet)
-        self._run_start, self._delay_start = self._processes.schedule_s()
-        self._oom_start = self._interpreter.oom_kills()
+        self._run_start, self._delay_start, self._oom_start = self._interpreter.counters()
 
     @property
     def done(self) -> bool:
@@ -116,7 +118,7 @@ class Cell:
     def check(self) -> None:
         """Enforce time and memory."""
         now = time.monotonic()
-        if self._mute_from is not None and now - self._mute_from > _MUTE_S:
+        if self._mute_from is not None and self._is_mute(now - self._mute_from):
             self._broken = True
         elif now >= self._deadline:
             if not self._interrupted:
@@ -128,6 +130,9 @@ class Cell:
         elif not self._killed and self._watch.exceeded(self._processes, now):
             self._reason = "memory"
             self._kill()
+
+    def _is_mute(self, since_s: float) -> bool:
+        return since_s > _DYING_S or (since_s > _MUTE_S and not self._processes.worker_is_dying())
 
     def _stop(self, reason: str, now: float) -> None:
         if self._reason is None:

@@ -310,14 +310,17 @@ class Init:
     def _finish(self, cell: Cell) -> None:
         message, body = cell.result()
         self._cell = None
+        replaced = message["state_lost"] and not cell.program
         if cell.program:
             self._spent = True
             self._processes.kill_all()
-        elif message["state_lost"]:
+        elif replaced:
             self._interpreter.replace()
         message["state_lost"] |= self._lost_unseen
         self._lost_unseen = False
         self._send({**message, "generation": self._interpreter.generation}, body)
+        if not replaced:
+            self._interpreter.read_counters()
 
     def _interrupt(self, message: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
         if self._cell is not None:

@@ -50,6 +50,7 @@ class Interpreter:
         self.processes = processes
         self.group = group
         self._oom_counter = group.oom_counter() if group else oom_counter()
+        self._counters: tuple[float, float, int] | None = None
         self.generation = 0
         self.exit_status: int | None = None
         self.hung_up = False
@@ -89,6 +90,7 @@ class Interpreter:
         self.processes.follow(pid)
         self.exit_status = None
         self.hung_up = False
+        self._counters = None
         self._inbox.clear()
         self._outbox.clear()
 
@@ -190,6 +192,17 @@ class Interpreter:
     def oom_kills(self) -> int:
         """Processes of the session that the kernel has killed for memory so far, if it tells."""
         return oom_kills(self._oom_counter)
+
+    def counters(self) -> tuple[float, float, int]:
+        """Seconds the worker ran and waited, and the kernel's kills, before the coming cell."""
+        if self._counters is None:
+            self.read_counters()
+        assert self._counters is not None
+        return self._counters
+
+    def read_counters(self) -> None:
+        """Read what `counters` returns; between cells, when nobody waits for it."""
+        self._counters = *self.processes.schedule_s(), self.oom_kills()
 
     def exit_code_and_signal(self) -> tuple[int | None, int | None]:
         """How the worker ended: exit code, or the signal that killed it."""

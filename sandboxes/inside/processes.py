@@ -8,6 +8,7 @@ import time
 
 __all__ = ["Processes", "Watch", "death_notices"]
 
+_PF_EXITING = 4
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -40,6 +41,15 @@ class Processes:
             return int(run) / 1e9, int(delay) / 1e9
         except (OSError, ValueError):
             return 0.0, 0.0
+
+    def worker_is_dying(self) -> bool:
+        """The worker is on its way out, which can take long on a busy machine."""
+        try:
+            with open(f"/proc/{self.worker}/stat", "rb") as file:
+                flags = int(file.read().rpartition(b")")[2].split()[6])
+        except (OSError, ValueError, IndexError):
+            return True
+        return bool(flags & _PF_EXITING)
 
     def others(self) -> list[int]:
         """PIDs of the session except init and the worker."""

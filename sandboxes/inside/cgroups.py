@@ -56,7 +56,9 @@ class Group:
         self._trees = trees
         self._name = name
         self._folders: list[int] = []
-        self._entries: list[int] = []
+        self.entries: list[int] = []
+        """Descriptors that a process writes ``0`` to in order to enter."""
+
         try:
             for tree in trees:
                 os.mkdir(name, dir_fd=tree.folder)
@@ -64,7 +66,7 @@ class Group:
                 # A lone thread that moves itself takes no lock that all processes of the machine
                 # share, which costs milliseconds; only version 1 lets it.
                 entry = "cgroup.procs" if tree.unified else "tasks"
-                self._entries.append(_open(self._folders[-1], entry))
+                self.entries.append(_open(self._folders[-1], entry))
         except OSError:
             self.close()
             remove(trees, name)
@@ -78,8 +80,17 @@ class Group:
 
     def enter(self, pid: int = 0) -> None:
         """Move a process, by default the calling one, into the group."""
-        for entry in self._entries:
+        for entry in self.entries:
             os.write(entry, b"%d" % pid)
+
+    def holds(self, pid: int) -> bool:
+        """A process is in the group."""
+        for folder in self._folders:
+            fd = os.open("cgroup.procs", os.O_RDONLY, dir_fd=folder)
+            with open(fd, "rb") as file:
+                if b"%d" % pid not in file.read().split():
+                    return False
+        return True
 
     def sibling(self) -> "Group":
         """Make a group for a fork of this session; goes at the latest when this one goes."""
@@ -95,9 +106,9 @@ class Group:
 
     def close(self) -> None:
         """Let go of the descriptors; the group stays."""
-        for fd in (*self._folders, *self._entries):
+        for fd in (*self._folders, *self.entries):
             os.close(fd)
-        self._folders, self._entries = [], []
+        self._folders, self.entries = [], []
 
     def remove(self) -> None:
         """Remove the group, whose processes have ended."""

@@ -17,6 +17,7 @@ from turngym.agents.config import RolloutConfig
 from turngym.agents.episode import Seat, run_episode
 from turngym.agents.lag import LoopMonitor
 from turngym.agents.source import EnvHandle, EnvSource
+from turngym.agents.seats import Seats, Shared
 from turngym.agents.stats import CircuitBreaker, RolloutStats
 from turngym.agents.threads import BlockingPool, LoopThread
 from turngym.errors import ConfigError, EngineError
@@ -49,8 +50,8 @@ class RolloutEngine:
         config: sizes, budgets, deadlines.
         seed: run seed; every draw is derived from it and its address, so that results do not
             depend on concurrency.
-        refill: gives the ordinal of the task that replaces a dropped group; by default the one
-            after the largest seen.
+        refill: gives the ordinal of the task that replaces a dropped one; by default the one after
+            the largest seen.
         progress: called with (episodes done, episodes asked) after each; must return at once.
     """
 
@@ -61,7 +62,7 @@ class RolloutEngine:
         config: RolloutConfig | None = None,
         *,
         seed: int,
-        refill: Callable[[], int] | None = None,
+        refill: Callable[[int], int] | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.source = source
@@ -74,7 +75,7 @@ class RolloutEngine:
         """Makes the agents of the episodes that begin from now on."""
 
         self.seed = seed
-        self._refill = refill or self._next_ordinal
+        self._refill = refill or (lambda _: self._next_ordinal())
         self._largest = -1
         self._has_warned = False
         self._breaker = CircuitBreaker(self.config.failure_rate)
@@ -84,6 +85,8 @@ class RolloutEngine:
         self._idle: list[EnvHandle] = []
         self._loop: LoopThread | None = None
         self._running: set[asyncio.Task[None]] = set()
+        self._seats = Seats(self.config.concurrency)
+        self._monitor = Shared(lambda: LoopMonitor(self.config.lag_s))
         self._closed = False
 
     def __enter__(self) -> "RolloutEngine":
@@ -102,12 +105,29 @@ class RolloutEngine:
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the engine's own event loop."""
+        return self._own_loop(coroutine).run(coroutine)
+
+    def submit(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Begin a coroutine on the engine's own event loop; it must deal with its own errors."""
+        self._own_loop(coroutine).submit(coroutine)
+
+    def _own_loop(self, coroutine: Coroutine[Any, Any, Any]) -> LoopThread:
         if self._closed:
             coroutine.close()
             raise EngineError("the rollout engine is closed")
         if self._loop is None:
             self._loop = LoopThread("turngym-rollout")
-        return self._loop.run(coroutine)
+        return self._loop
+
+    @property
+    def unfinished(self) -> int:
+        """Episodes asked for that have not ended, waiting ones included."""
+        return self._seats.unfinished
+
+    @property
+    def seat_s(self) -> float:
+        """Seconds that seats were taken, summed over the `concurrency` seats, until now."""
+        return self._seats.taken_s
 
     async def collect(self, ordinals: Sequence[int]) -> list[Group]:
         """Roll out `group_size` episodes for each task.
@@ -138,7 +158,7 @@ class RolloutEngine:
             open_slots = [slot for slot in open_slots if slot not in groups]
             self.stats.dropped_groups += len(open_slots)
             for slot in open_slots:
-                wanted[slot] = self._fresh_ordinal(wanted)
+                wanted[slot] = self._fresh_ordinal(wanted[slot], wanted)
         if len(groups) != len(wanted):
             raise EngineError(f"asked for {len(wanted)} groups, got {len(groups)}")
         self._warn_if_truncated(groups.values())
@@ -163,12 +183,13 @@ class RolloutEngine:
 
         await self.play(seats(), deliver, total=len(ordinals) * size)
         return {
-            ordinal: self._group(ordinal, found)
+            ordinal: self.group(ordinal, found)
             for ordinal, found in members.items()
             if ordinal not in failed
         }
 
-    def _group(self, ordinal: int, members: Sequence[Trajectory]) -> Group:
+    def group(self, ordinal: int, members: Sequence[Trajectory]) -> Group:
+        """Put the episodes of a task together."""
         return Group(
             id=members[0].group_id,
             task_id=members[0].task_id,
@@ -190,8 +211,8 @@ class RolloutEngine:
             group_id=f"{ordinal}/{task.id}",
         )
 
-    def _fresh_ordinal(self, taken: Sequence[int]) -> int:
-        ordinal = self._refill()
+    def _fresh_ordinal(self, dropped: int, taken: Sequence[int]) -> int:
+        ordinal = self._refill(dropped)
         if ordinal in taken:
             raise ConfigError(f"refill gave ordinal {ordinal}, which was asked already: {taken}")
         return ordinal
@@ -207,9 +228,10 @@ class RolloutEngine:
         *,
         total: int,
     ) -> None:
-        """Play one episode a seat, `concurrency` at a time, and deliver each as it ends.
+        """Play one episode a seat and deliver each as it ends.
 
-        Episodes that failed for the world's fault, retries included, are delivered too.
+        At most `concurrency` episodes of the engine run at once, whichever call they belong to; who
+        asked first begins first. Episodes that failed for the world's fault, retries included, are delivered too.
 
         Args:
             seats: taken one by one, when an episode can start.
@@ -228,23 +250,27 @@ class RolloutEngine:
         async def work() -> None:
             nonlocal done
             for seat in queue:
-                trajectory = await self._play(seat)
+                async with self._seats:
+                    trajectory = await self._play(seat)
                 self.stats.add(trajectory)
                 deliver(seat, trajectory)
                 done += 1
+                self._seats.unfinished -= 1
                 if self.progress is not None:
                     self.progress(done, total)
 
+        self._seats.unfinished += total
         workers = [asyncio.create_task(work()) for _ in range(min(self.config.concurrency, total))]
         self._running.update(workers)
         try:
-            with LoopMonitor(self.config.lag_s):
+            with self._monitor:
                 await asyncio.gather(*workers)
         finally:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
             self._running.difference_update(workers)
+            self._seats.unfinished -= total - done
 
     async def _play(self, seat: Seat) -> Trajectory:
         """Play one episode, with retries."""

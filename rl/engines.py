@@ -24,7 +24,7 @@ class Engines:
         renderer: between messages and tokens.
         policy: samples.
         habits: of the expert that demonstrates, by name.
-        refill: gives the ordinal of the task that replaces a dropped group.
+        refill: gives the ordinal of the task that replaces a dropped one.
 
     Raises:
         ConfigError: the algorithm needs demonstrations and the environment has no expert.
@@ -38,7 +38,7 @@ class Engines:
         source: EnvSource,
         renderer: Renderer,
         policy: Policy,
-        refill: Callable[[], int],
+        refill: Callable[[int], int],
         habits: Mapping[str, float] | None = None,
     ) -> None:
         self._renderer = renderer

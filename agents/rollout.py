@@ -16,8 +16,8 @@ from turngym.agents.agent import AgentFactory, DemoAgent, MessageAgent, TokenAge
 from turngym.agents.config import RolloutConfig
 from turngym.agents.episode import Seat, run_episode
 from turngym.agents.lag import LoopMonitor
-from turngym.agents.source import EnvHandle, EnvSource
 from turngym.agents.seats import Seats, Shared
+from turngym.agents.source import EnvHandle, EnvSource
 from turngym.agents.stats import CircuitBreaker, RolloutStats
 from turngym.agents.threads import BlockingPool, LoopThread
 from turngym.errors import ConfigError, EngineError
@@ -75,7 +75,9 @@ class RolloutEngine:
         """Makes the agents of the episodes that begin from now on."""
 
         self.seed = seed
-        self._refill = refill or (lambda _: self._next_ordinal())
+        self.refill: Callable[[int], int] = refill or self._next_ordinal
+        """Gives the ordinal of the task that replaces a dropped one."""
+
         self._largest = -1
         self._has_warned = False
         self._breaker = CircuitBreaker(self.config.failure_rate)
@@ -212,12 +214,12 @@ class RolloutEngine:
         )
 
     def _fresh_ordinal(self, dropped: int, taken: Sequence[int]) -> int:
-        ordinal = self._refill(dropped)
+        ordinal = self.refill(dropped)
         if ordinal in taken:
             raise ConfigError(f"refill gave ordinal {ordinal}, which was asked already: {taken}")
         return ordinal
 
-    def _next_ordinal(self) -> int:
+    def _next_ordinal(self, dropped: int) -> int:
         self._largest += 1
         return self._largest
 
@@ -231,7 +233,8 @@ class RolloutEngine:
         """Play one episode a seat and deliver each as it ends.
 
         At most `concurrency` episodes of the engine run at once, whichever call they belong to; who
-        asked first begins first. Episodes that failed for the world's fault, retries included, are delivered too.
+        asked first begins first. Episodes that failed for the world's fault, retries included, are
+        delivered too.
 
         Args:
             seats: taken one by one, when an episode can start.

@@ -32,6 +32,8 @@ class Models:
         self._config = config
         self._ranks = ranks
         self._checkpoint = checkpoint
+        self.source: str | Path = config.model.path
+        """Folder or hub id of the model loaded last."""
 
     def load(self, *, started: bool = False) -> tuple[Any, Any]:
         """Load a model and its tokenizer.
@@ -50,6 +52,7 @@ class Models:
                 with saving(path):
                     build_tiny_agent(path, seed=self._config.seed)
             self._ranks.wait()
+        self.source = path
         device = self._ranks.device or config.device
         return load_model(path, dtype=config.dtype, device=device)
 

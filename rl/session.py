@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from turngym.agents.base import Sampling
+from turngym.agents.base import Sampling, TrainablePolicy
 from turngym.agents.evaluation import evaluate
 from turngym.agents.head import vocab_size
-from turngym.agents.hf_policy import HFPolicy
 from turngym.agents.renderer import Renderer
 from turngym.agents.rollout import DemoAgent, EnvSource, RolloutEngine, TokenAgent
 from turngym.agents.seeds import derive
@@ -33,6 +32,7 @@ from turngym.rl.models import Models
 from turngym.rl.observer import Observer, Quiet
 from turngym.rl.parallel import Ranks
 from turngym.rl.replay import ReplayBuffer
+from turngym.rl.sampler import open_policy
 from turngym.rl.sft import cold_start
 from turngym.rl.stream import TaskStream
 from turngym.rl.trainer import Trainer
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 _FIXED = (
-    *("env_id", "env", "seed", "prompts", "temperature", "curriculum"),
+    *("env_id", "env", "seed", "prompts", "temperature", "curriculum", "staleness"),
     *("model", "algorithm", "optim", "critic", "sft"),
 )
 """Settings that a resumed run must share with its beginning."""
@@ -157,16 +157,14 @@ class TrainSession:
             self._ranks.wait()
             model, tokenizer = self._models.load(started=True)
         model, reference, critic = self._models.ready(model, bound)
-        policy = self._stack.enter_context(
-            HFPolicy(
-                model,
-                max_rows=config.rollout.concurrency,
-                max_context=config.most_context,
-                deterministic=config.deterministic,
-                threads=config.threads,
-                topk=config.topk if bound.needs_topk else 0,
-            )
+        policy = open_policy(
+            config,
+            model,
+            source=self._models.source,
+            ranks=self._ranks,
+            topk=config.topk if bound.needs_topk else 0,
         )
+        self._stack.callback(policy.close)
         learner = Learner(
             model,
             bound,
@@ -179,6 +177,7 @@ class TrainSession:
             ranks=self._ranks,
         )
         trainer = self._assemble(learner, tokenizer, renderer, source, policy)
+        trainer.sync()
         main = self._ranks.is_main
         if config.eval.before and self._checkpoint is None and main:
             self._evaluate(renderer, policy, "before")
@@ -250,7 +249,7 @@ class TrainSession:
         tokenizer: Any,
         renderer: Renderer,
         source: EnvSource,
-        policy: HFPolicy,
+        policy: TrainablePolicy,
     ) -> Trainer:
         config = self.config
         renderer.check_vocab(vocab_size(learner.model))
@@ -260,7 +259,6 @@ class TrainSession:
             source=source,
             renderer=renderer,
             policy=policy,
-            refill=lambda: collector.refill(),
         )
         self._stack.callback(engines.close)
         collector = Collector(
@@ -272,8 +270,10 @@ class TrainSession:
             demos=engines.demos,
             replay=self._experience(learner.bound),
             curriculum=config.curriculum,
+            staleness=config.staleness,
             ranks=self._ranks,
         )
+        self._stack.callback(collector.close)
         step = self._checkpoint.step + 1 if self._checkpoint else None
         tracker: Tracker = Many([])
         if self._ranks.is_main:
@@ -316,7 +316,7 @@ class TrainSession:
                 buffer.add(bound, trajectory)
         return buffer
 
-    def _evaluate(self, renderer: Renderer, policy: HFPolicy, name: str) -> None:
+    def _evaluate(self, renderer: Renderer, policy: TrainablePolicy, name: str) -> None:
         if not self._ranks.is_main:
             return
         config = self.config.at(0 if self.trainer is None else self.trainer.step)

@@ -24,7 +24,11 @@ PLAIN = PlainRenderer()
 
 
 def engine(
-    source: EnvSource, policy: Any = None, *, refill: Callable[[int], int] | None = None, **config: Any
+    source: EnvSource,
+    policy: Any = None,
+    *,
+    refill: Callable[[int], int] | None = None,
+    **config: Any,
 ) -> RolloutEngine:
     policy = policy or ScriptedPolicy([CALL, "yes"], encode=PLAIN.encode)
     settings = RolloutConfig(**({"group_size": 2} | config))

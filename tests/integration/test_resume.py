@@ -96,7 +96,8 @@ def test_ctrl_c_twice_stops_at_once_and_leaves_nothing_half_written(tmp_path: Pa
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=120)
-    assert process.returncode in (0, 130), output
+    # The second may come when the run has already ended in good order and the process is leaving.
+    assert process.returncode in (0, 130, -signal.SIGINT), output
     folders = sorted((run / "checkpoints").glob("step-*"))
     assert folders
     assert all((folder / "state.json").exists() for folder in folders)

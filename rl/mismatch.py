@@ -14,9 +14,7 @@ from turngym.rl.batch import Batch
 __all__ = ["joined", "mismatch", "staleness"]
 
 
-def mismatch(
-    batch: Batch, index: Tensor, logp: Tensor, *, version: int = -1
-) -> dict[str, float]:
+def mismatch(batch: Batch, index: Tensor, logp: Tensor, *, version: int = -1) -> dict[str, float]:
     """Compare log-probabilities taken before the first update with the sampler's.
 
     Args:

@@ -168,12 +168,18 @@ class Pipeline:
         """Return the groups of the next batch, when it may be formed."""
         prompts = self.admission.prompts
         chosen = [one for one in self._finished if one.keep][:prompts]
-        batches = len(self._finished) // prompts
-        if len(chosen) < prompts and (not batches or self._wants_more(len(chosen), batches)):
+        if len(chosen) < prompts and not self._is_exhausted:
             return None
         chosen = chosen or self._finished[-prompts:]
         behind = [*self._in_flight.values(), *(one.ticket for one in self._spare(chosen))]
         return chosen if self.admission.fits(ticket.due for ticket in behind) else None
+
+    @property
+    def _is_exhausted(self) -> bool:
+        """So many groups were sampled for the next batch that it makes do with what is kept."""
+        batches = len(self._finished) // self.admission.prompts
+        kept = sum(one.keep for one in self._finished)
+        return batches > 0 and not self._wants_more(kept, batches)
 
     def _spare(self, chosen: Sequence[Arrival]) -> list[Arrival]:
         """Wanted groups that a batch leaves to later ones: those it need not train itself."""
@@ -207,7 +213,10 @@ class Pipeline:
                 self._admit()
 
     def _admit(self) -> None:
-        outstanding = len(self._in_flight) + sum(one.keep for one in self._finished)
+        kept = sum(one.keep for one in self._finished)
+        if self._is_exhausted:  # places that stay empty cannot be given away
+            kept = max(kept, self.admission.prompts)
+        outstanding = len(self._in_flight) + kept
         room = self.admission.room(outstanding, left=self._left)
         if not self._runs_ahead:
             if room and not self._in_flight:

@@ -229,7 +229,8 @@ class Pipeline:
             self._begin(1)
 
     def _begin(self, count: int) -> None:
-        ordinals = [self._again.pop(0)] if self._again else self._draw(count)
+        again, self._again = self._again[:count], self._again[count:]
+        ordinals = again + self._draw(count - len(again))
         for place, ordinal in enumerate(ordinals):
             self._in_flight[ordinal] = Ticket(
                 number=self._admitted + place, due=self.admission.due, version=self._version

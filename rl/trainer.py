@@ -13,7 +13,7 @@ from typing import Any
 
 from turngym.agents.base import TrainablePolicy
 from turngym.agents.store import TrajectoryStore
-from turngym.errors import WeightSyncError
+from turngym.errors import EngineError, WeightSyncError
 from turngym.rl.checkpoint import Checkpoint, save
 from turngym.rl.collector import Collected, Collector
 from turngym.rl.config import TrainConfig
@@ -94,6 +94,7 @@ class Trainer:
             What the canary measured, nats.
 
         Raises:
+            EngineError: the engine failed, or took too long.
             WeightSyncError: the engine does not sample from the trainer's weights.
         """
         model, version = self.learner.model, self.learner.version
@@ -161,7 +162,7 @@ class Trainer:
         self.step += 1
         try:
             gap = self.sync()
-        except WeightSyncError:
+        except (EngineError, WeightSyncError):
             self.save()
             raise
         synced_at = time.perf_counter()

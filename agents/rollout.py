@@ -16,6 +16,7 @@ from turngym.agents.agent import AgentFactory, DemoAgent, MessageAgent, TokenAge
 from turngym.agents.config import RolloutConfig
 from turngym.agents.episode import Seat, run_episode
 from turngym.agents.lag import LoopMonitor
+from turngym.agents.mixed_source import MixedSource
 from turngym.agents.seats import Seats, Shared
 from turngym.agents.source import EnvHandle, EnvSource
 from turngym.agents.stats import CircuitBreaker, RolloutStats
@@ -27,6 +28,7 @@ __all__ = [
     "DemoAgent",
     "EnvSource",
     "MessageAgent",
+    "MixedSource",
     "RolloutEngine",
     "TokenAgent",
 ]
@@ -40,7 +42,7 @@ _TRUNCATED_WARNING = 0.2
 
 
 class RolloutEngine:
-    """Rolls out episodes of one source of environments with one kind of agent.
+    """Rolls out episodes of a source of environments with one kind of agent.
 
     Use as a context manager, or call `close`.
 
@@ -57,7 +59,7 @@ class RolloutEngine:
 
     def __init__(
         self,
-        source: EnvSource,
+        source: EnvSource | MixedSource,
         agent: AgentFactory,
         config: RolloutConfig | None = None,
         *,
@@ -84,7 +86,7 @@ class RolloutEngine:
         self._pool = BlockingPool(
             self.config.threads or self.config.concurrency, name="turngym-env"
         )
-        self._idle: list[EnvHandle] = []
+        self._idle: dict[EnvSource, list[EnvHandle]] = {}
         self._loop: LoopThread | None = None
         self._running: set[asyncio.Task[None]] = set()
         self._seats = Seats(self.config.concurrency)
@@ -192,12 +194,13 @@ class RolloutEngine:
 
     def group(self, ordinal: int, members: Sequence[Trajectory]) -> Group:
         """Put the episodes of a task together."""
+        source = self.source.at(ordinal)
         return Group(
             id=members[0].group_id,
             task_id=members[0].task_id,
-            env_id=self.source.env_id,
+            env_id=source.env_id,
             trajectories=tuple(sorted(members, key=lambda trajectory: trajectory.sample)),
-            rubric=self.source.reward_specs,
+            rubric=source.reward_specs,
             ordinal=ordinal,
         )
 
@@ -295,15 +298,17 @@ class RolloutEngine:
         return trajectory
 
     async def _attempt(self, seat: Seat) -> Trajectory:
-        env = self._idle.pop() if self._idle else self._new_env()
+        source = self.source.at(seat.ordinal)
+        idle = self._idle.setdefault(source, [])
+        env = idle.pop() if idle else self._new_env(source)
         try:
             trajectory = await run_episode(
                 env,
                 self.agent,
                 seat,
                 self.config,
-                self.source.reward_specs,
-                env_id=self.source.env_id,
+                source.reward_specs,
+                env_id=source.env_id,
             )
         except BaseException:
             env.discard()
@@ -311,11 +316,11 @@ class RolloutEngine:
         if is_world_fault(trajectory.status):
             env.discard()
         else:
-            self._idle.append(env)
+            idle.append(env)
         return trajectory
 
-    def _new_env(self) -> EnvHandle:
-        return EnvHandle(self.source, self._pool, timeout_s=self.config.env_timeout_s)
+    def _new_env(self, source: EnvSource) -> EnvHandle:
+        return EnvHandle(source, self._pool, timeout_s=self.config.env_timeout_s)
 
     def _warn_if_truncated(self, groups: Iterable[Group]) -> None:
         """Warn of the first batch of which a limit ended many episodes."""
@@ -349,6 +354,7 @@ class RolloutEngine:
             self._loop.close()
 
     def _close_envs(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
+        for idle in self._idle.values():
+            while idle:
+                idle.pop().close()
         self.source.close()

@@ -13,7 +13,7 @@ from turngym.rl.filters import PassRates, keep_groups, priorities, retired, want
 from turngym.rl.parallel import Ranks
 from turngym.rl.pipeline import Arrival, Pipeline
 from turngym.rl.replay import ReplayBuffer, join
-from turngym.rl.stream import TaskStream
+from turngym.rl.stream import MixedStream, TaskStream
 from turngym.types import Group, Trajectory
 
 __all__ = ["Collected", "Collector"]
@@ -63,7 +63,7 @@ class Collector:
     def __init__(
         self,
         engine: RolloutEngine,
-        stream: TaskStream,
+        stream: TaskStream | MixedStream,
         bound: BoundAlgorithm,
         *,
         prompts: int,

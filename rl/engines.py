@@ -6,7 +6,7 @@ from dataclasses import replace
 from turngym.agents.agent import AgentFactory
 from turngym.agents.base import Policy, Sampling
 from turngym.agents.renderer import Renderer
-from turngym.agents.rollout import DemoAgent, EnvSource, RolloutEngine, TokenAgent
+from turngym.agents.rollout import DemoAgent, EnvSource, MixedSource, RolloutEngine, TokenAgent
 from turngym.errors import ConfigError
 from turngym.rl.algorithm import BoundAlgorithm
 from turngym.rl.config import TrainConfig
@@ -34,7 +34,7 @@ class Engines:
         config: TrainConfig,
         *,
         bound: BoundAlgorithm,
-        source: EnvSource,
+        source: EnvSource | MixedSource,
         renderer: Renderer,
         policy: Policy,
         habits: Mapping[str, float] | None = None,

@@ -220,6 +220,11 @@ def reward_metrics(groups: list[Group]) -> dict[str, float]:
             metrics[f"reward/{name}/mean"] = sum(known) / len(known)
         totals = [t + spec.weight * (v or 0.0) for t, v in zip(totals, values, strict=True)]
     count = len(trajectories)
+    earned: dict[str, list[float]] = {}
+    for one, total in zip(trajectories, totals, strict=True):
+        earned.setdefault(one.env_id.rpartition("/")[2], []).append(total)
+    if len(earned) > 1:
+        metrics |= {f"env/{name}/reward": sum(of) / len(of) for name, of in earned.items()}
     return metrics | {
         "reward/mean": sum(totals) / count,
         "rollout/episodes": count,

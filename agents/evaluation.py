@@ -52,8 +52,7 @@ def evaluate(
         CheckpointError: the folder cannot be written.
     """
     source = _one_kind(engine)
-    specs = source.reward_specs
-    rule = success_rule(specs, success)
+    rule = success_rule(source.reward_specs, success)
     available = len(source.task_set)
     num_tasks = available if num_tasks is None else num_tasks
     if not 1 <= num_tasks <= available:
@@ -76,7 +75,7 @@ def evaluate(
         records.append(record(trajectory))
 
     engine.wait(engine.play(todo, keep, total=len(todo)))
-    report = summarize(records, specs, success=list(rule))
+    report = summarize(records, source.reward_specs, success=list(rule))
     if out is not None:
         _write(Path(out) / "report.json", report.to_json())
     return report

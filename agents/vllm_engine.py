@@ -137,7 +137,7 @@ class InProcessBackend:
         with vllm_environment(deterministic=self._spec.deterministic):
             self._vllm = import_vllm()
             try:
-                is_cpu = self._vllm.platforms.current_platform.is_cpu()
+                is_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
                 args = self._vllm.EngineArgs(**engine_args(engine, self._spec, is_cpu=is_cpu))
                 self._engine = self._vllm.LLMEngine.from_engine_args(args)
                 self._probe()

@@ -254,10 +254,14 @@ class InProcessBackend:
                 raise WeightSyncError(
                     f"vLLM refused adapter {adapter.lora_name!r}: {error}"
                 ) from error
+        self._use(adapter)
+        return int(self._adapter.lora_name.partition("@")[2])
+
+    def _use(self, adapter: Any) -> None:
+        """Sample with an adapter from now on, and drop the one before."""
         if self._adapter is not None:
             self._engine.remove_lora(self._adapter.lora_int_id)
         self._adapter = adapter
-        return int(adapter.lora_name.partition("@")[2])
 
     def release(self, session: str) -> None:
         """Nothing is kept by session: the prefix cache forgets by age."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from turngym.agents.model import attach_lora, load_model
 from turngym.agents.seeds import derive
-from turngym.agents.tiny import build_tiny_agent
+from turngym.agents.tiny import WIDE_HEADS, TinyConfig, build_tiny_agent
 from turngym.rl.algorithm import BoundAlgorithm
 from turngym.rl.checkpoint import Checkpoint, load_weights, saving
 from turngym.rl.config import TrainConfig
@@ -32,6 +32,8 @@ class Models:
         self._config = config
         self._ranks = ranks
         self._checkpoint = checkpoint
+        self.source: str | Path = config.model.path
+        """Folder or hub id of the model loaded last."""
 
     def load(self, *, started: bool = False) -> tuple[Any, Any]:
         """Load a model and its tokenizer.
@@ -48,8 +50,10 @@ class Models:
             if self._ranks.is_main and self._checkpoint is None:
                 shutil.rmtree(path, ignore_errors=True)  # left by a start that was refused
                 with saving(path):
-                    build_tiny_agent(path, seed=self._config.seed)
+                    shape = WIDE_HEADS if self._config.engine.kind == "vllm" else TinyConfig()
+                    build_tiny_agent(path, shape, seed=self._config.seed)
             self._ranks.wait()
+        self.source = path
         device = self._ranks.device or config.device
         return load_model(path, dtype=config.dtype, device=device)
 

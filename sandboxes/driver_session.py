@@ -23,7 +23,7 @@ __all__ = ["DriverSession", "Link"]
 
 Answer = asyncio.Future[tuple[dict[str, Any], bytes]]
 
-Slot = Callable[[], contextlib.AbstractAsyncContextManager[Turn]]
+Slot = Callable[[], Turn]
 """Context of one executing cell."""
 
 _SHORT = 16 << 10
@@ -43,11 +43,12 @@ class Link:
         self._reader = FrameReader()
         self._waiting: dict[int, Answer] = {}
         self._numbers = itertools.count(1)
-        self._pump: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._sending = asyncio.Lock()
         self._lost: SessionLostError | None = None
         self.on_asleep: Callable[[], None] = _ignore
         """Called when the running cell turns out to use no processor."""
+        transport.listen(self._receive, self._fail)
 
     async def start(self, limits: Limits, workspace: str) -> dict[str, Any]:
         """Configure init and wait until the worker stands; returns its `ready` event.
@@ -62,38 +63,36 @@ class Link:
 
     async def await_ready(self) -> dict[str, Any]:
         """Wait until a worker stands; returns the `ready` event."""
-        ready = (await self._frame())[0]
+        ready = await self._ready
         if ready.get("event") != "ready":
             raise SandboxCreateError(f"the session was not set up: {ready.get('message', ready)}")
-        self._pump = asyncio.create_task(self._receive())
         return ready
 
-    async def _frame(self) -> tuple[dict[str, Any], bytes]:
+    def _receive(self, data: bytes) -> None:
+        """Take what arrived apart; the loop calls this, so it must not raise."""
+        self._reader.feed(data)
         try:
-            while (frame := self._reader.next()) is None:
-                self._reader.feed(await self.transport.receive())
+            while (frame := self._reader.next()) is not None:
+                self._dispatch(*frame)
         except FrameError as error:
-            raise SessionLostError(f"init does not speak the protocol: {error}") from error
-        return frame
+            self._fail(SessionLostError(f"init does not speak the protocol: {error}"))
 
-    async def _receive(self) -> None:
-        try:
-            while True:
-                message, body = await self._frame()
-                if "event" in message:
-                    self.on_asleep()
-                    continue
-                future = self._waiting.pop(int(message.get("id", 0)), None)
-                if future is not None and not future.done():
-                    future.set_result((message, body))
-        except SessionLostError as error:
-            self._fail(str(error))
-        finally:
-            self._fail("nobody listens to the session any more")
+    def _dispatch(self, message: dict[str, Any], body: bytes) -> None:
+        if not self._ready.done():
+            self._ready.set_result(message)
+        elif "event" in message:
+            self.on_asleep()
+        else:
+            future = self._waiting.pop(message.get("id", 0), None)
+            if future is not None and not future.done():
+                future.set_result((message, body))
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, error: SessionLostError) -> None:
         """From now on no answer can come; the first reason counts."""
-        self._lost = self._lost or SessionLostError(reason)
+        self._lost = self._lost or error
+        if not self._ready.done():
+            self._ready.set_exception(self._lost)
+            self._ready.exception()  # nobody may be waiting for it
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(SessionLostError(str(self._lost)))
@@ -124,23 +123,25 @@ class Link:
         if self._lost is not None:
             raise SessionLostError(str(self._lost))
         number = next(self._numbers)
-        future: Answer = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: Answer = loop.create_future()
         self._waiting[number] = future
+        late: asyncio.TimerHandle | None = None
         try:
             sending = self._send(encode({**message, "id": number}, body), descriptor)
             # Half a frame would garble the stream; a short one is never sent by halves.
             await (sending if len(body) < _SHORT else asyncio.shield(asyncio.create_task(sending)))
-            async with asyncio.timeout(within_s):
-                answer, data = await asyncio.shield(future)
-        except TimeoutError:
-            raise SessionLostError(f"init gave no answer within {within_s:.0f} s") from None
+            late = loop.call_later(within_s, _expire, future, within_s)
+            answer, data = await future
         except asyncio.CancelledError:
             if message["op"] in ("execute", "program"):
-                await self._stop(future)
+                await self._stop(number)
             raise
         finally:
+            if late is not None:
+                late.cancel()
             self._waiting.pop(number, None)
-            future.cancel()
+            _forget(future)
         if "errno" in answer:
             raise OSError(int(answer["errno"]), str(answer["message"]), message.get("path"))
         return answer, data
@@ -153,19 +154,32 @@ class Link:
                 assert isinstance(self.transport, SocketTransport)
                 await self.transport.send_with_descriptor(frame, descriptor)
 
-    async def _stop(self, running: Answer) -> None:
+    async def _stop(self, number: int) -> None:
+        """Interrupt what runs for request `number`, and wait for its answer."""
+        ended: Answer = asyncio.get_running_loop().create_future()
+        self._waiting[number] = ended
         with contextlib.suppress(SandboxError, OSError, TimeoutError):
-            await self.ask({"op": "interrupt"})
-            async with asyncio.timeout(_ANSWER_SLACK_S):
-                await asyncio.shield(running)
+            answer, _ = await self.ask({"op": "interrupt"})
+            if answer["ok"]:
+                async with asyncio.timeout(_ANSWER_SLACK_S):
+                    await ended
+        _forget(ended)
 
     async def close(self) -> None:
         """Hang up. Idempotent."""
-        self._fail("the session was closed")
-        if self._pump is not None:
-            self._pump.cancel()
-            await asyncio.gather(self._pump, return_exceptions=True)
+        self._fail(SessionLostError("the session was closed"))
         await self.transport.close()
+
+
+def _forget(future: Answer) -> None:
+    """Nobody waits any more; an exception set meanwhile has been told elsewhere."""
+    if not future.cancel() and not future.cancelled():
+        future.exception()
+
+
+def _expire(future: Answer, after_s: float) -> None:
+    if not future.done():
+        future.set_exception(SessionLostError(f"init gave no answer within {after_s:.0f} s"))
 
 
 class DriverSession:
@@ -238,7 +252,7 @@ class DriverSession:
                     raise SessionClosedError("the session was closed while it ran") from None
                 raise
             lost, self._lost = self._lost, ()
-            return _result(answer, data, turn, lost)
+            return _result(answer, data, turn.waited_s, lost)
 
     async def _ask_interruptibly(
         self, message: dict[str, Any], body: bytes, within_s: float

@@ -30,6 +30,15 @@ LOST: dict[Level, str] = {
 }
 """What is missing in comparison with `namespaces`, in words."""
 
+_WATCHED = (
+    "memory: memory_mb hard per process, watched (soft) over all processes of a session; "
+    "no control group could be made"
+)
+_BOUNDED = (
+    "memory: memory_mb hard per process and watched over all processes of a session; together "
+    "with the files of its folders bounded by a control group (memory_mb + 3 disk_mb + 64 MiB)"
+)
+
 
 def levels_to_try(isolation: Isolation) -> tuple[Level, ...]:
     """Return the levels to probe, strongest first.
@@ -52,25 +61,27 @@ def levels_to_try(isolation: Isolation) -> tuple[Level, ...]:
     return ("namespaces", "landlock", "none") if unsafe else ("namespaces", "landlock")
 
 
-def guarantees_of(level: Level, missing: Sequence[str]) -> Guarantees:
+def guarantees_of(level: Level, missing: Sequence[str], limited: Sequence[str] = ()) -> Guarantees:
     """Return the record of a level that was found to work.
 
     Args:
         level: obtained by running a cell at it.
         missing: preloads that could not be imported.
+        limited: controllers ("memory", "pids") of the control groups that bound whole sessions.
     """
     notes = [f"not preloaded: {reason}" for reason in missing]
     if level in LOST:
         notes.append(f"lost: {LOST[level]}")
     if level == "namespaces":
-        notes.append("memory: hard per process, watched (soft) over all processes of a session")
+        is_bounded = "memory" in limited
+        notes.append(_BOUNDED if is_bounded else _WATCHED)
         return Guarantees(
             backend="local",
             level=level,
             filesystem="hard",
             network="hard",
             processes="hard",
-            memory="soft",
+            memory="hard" if is_bounded else "soft",
             disk="hard",
             session_isolation="hard",
             fork=True,

@@ -90,6 +90,9 @@ class Launcher:
         self.missing: tuple[str, ...] = ()
         """Preloads that could not be imported, with the reason."""
 
+        self.limited: tuple[str, ...] = ()
+        """Controllers of the control groups that bound a session as a whole."""
+
     @classmethod
     async def start(cls, config: LauncherConfig, level: Level) -> "Launcher":
         """Spawn launcher and zygote and wait until the preloads are imported.
@@ -139,6 +142,7 @@ class Launcher:
         if "error" in answer:
             raise SandboxCreateError(str(answer["error"]))
         self.missing = tuple(answer["missing"])
+        self.limited = tuple(answer["limited"])
 
     async def send(self, session: socket.socket) -> None:
         """Have the zygote clone a session that serves the far end of `session`.

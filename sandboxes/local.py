@@ -43,7 +43,7 @@ class LocalSandbox(PooledSandbox["LocalSession"]):
         self._launcher = launcher
         self._level = level
         super().__init__(limits, pool, self._start)
-        self._guarantees = guarantees_of(level, launcher.missing)
+        self._guarantees = guarantees_of(level, launcher.missing, launcher.limited)
 
     @classmethod
     async def create(

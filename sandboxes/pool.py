@@ -5,9 +5,9 @@ import collections
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from turngym.errors import ConfigError, SandboxError, SessionLostError
 from turngym.sandboxes.base import Limits, PoolConfig
@@ -66,16 +66,32 @@ class PoolMetrics:
     """Seconds requests and cells spent waiting, together."""
 
 
-class Turn(float):
-    """A place among the executing cells; as a number, the seconds waited for it."""
+class Turn:
+    """A place among the executing cells: waits for it on entry, gives it up at the exit."""
 
-    give_up: Callable[[], None] | None = None
+    def __init__(self, pool: "SessionPool[Any]") -> None:
+        self._pool = pool
+        self._held = False
+        self.waited_s = 0.0
+
+    async def __aenter__(self) -> "Turn":
+        start = time.monotonic()
+        await self._pool._slots.acquire()
+        self._held = True
+        self.waited_s = time.monotonic() - start
+        self._pool._queued_s += self.waited_s
+        self._pool._executing += 1
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self.release()
 
     def release(self) -> None:
         """Let the next cell start, for example because this one only sleeps. Idempotent."""
-        give_up, self.give_up = self.give_up, None
-        if give_up is not None:
-            give_up()
+        if self._held:
+            self._held = False
+            self._pool._executing -= 1
+            self._pool._slots.release()
 
 
 class SessionPool(Generic[S]):
@@ -125,23 +141,9 @@ class SessionPool(Generic[S]):
             queued_s=self._queued_s,
         )
 
-    @contextlib.asynccontextmanager
-    async def slot(self) -> AsyncIterator["Turn"]:
-        """Hold one of the places for executing cells; yields the seconds waited for it."""
-        start = time.monotonic()
-        await self._slots.acquire()
-        turn = Turn(time.monotonic() - start)
-        turn.give_up = self._give_up_slot
-        self._queued_s += turn
-        self._executing += 1
-        try:
-            yield turn
-        finally:
-            turn.release()
-
-    def _give_up_slot(self) -> None:
-        self._executing -= 1
-        self._slots.release()
+    def slot(self) -> Turn:
+        """One of the places for executing cells, to be held with ``async with``."""
+        return Turn(self)
 
     async def acquire(self, limits: Limits | None = None) -> S:
         """Return a fresh session; waits while `max_sessions` are in use.

@@ -1,9 +1,10 @@
 """A Docker or Podman engine, reached through the `docker` SDK.
 
-Every container carries the identity of its owner: kernel boot, pid namespace, process and start
-time. Whoever connects removes containers whose owner is provably dead. That is the second line;
-the first is that a container's PID 1 ends with the connection it was started over, and that the
-engine removes what has ended.
+A container's PID 1 ends with the connection it was started over, and the engine removes what has
+ended. What was made and never started is removed by a watcher beside its owner (`watcher.py`).
+Should that be killed too: every container carries the identity of its owner (kernel boot, pid
+namespace, process and start time), and whoever connects next removes those whose owner is
+provably dead.
 """
 
 import asyncio
@@ -28,7 +29,9 @@ from turngym.errors import (
     SandboxUnavailableError,
     SessionLostError,
 )
+from turngym.sandboxes.docker.watcher import Watcher
 from turngym.sandboxes.executor import ExitSafeExecutor
+from turngym.sandboxes.transport import OnData, OnEnd, SocketStream
 
 __all__ = ["Container", "Death", "Engine", "connect", "owner_of_this_process"]
 
@@ -41,6 +44,8 @@ _HEADER = struct.Struct(">BxxxI")
 _STDERR = 2
 _OOM_TO_DEATH_S = 5
 _REMOVAL_S = 10.0
+_PODMAN_FOLDERS = ("/run", "/var/tmp")
+_UNWRITABLE = "ro,noexec,nosuid,nodev,size=4k,mode=0555"
 
 
 def connect() -> tuple[Any, bool]:
@@ -80,6 +85,13 @@ def connect() -> tuple[Any, bool]:
         )
     parts = [part.get("Name", "") for part in version.get("Components") or ()]
     return client, any("Podman" in part for part in parts)
+
+
+def _url() -> str:
+    """Where the engine listens: ``http+unix:///path`` or ``http://host:port``."""
+    import docker
+
+    return str(docker.utils.parse_host(os.environ.get("DOCKER_HOST")))
 
 
 def owner_of_this_process() -> str:
@@ -123,34 +135,28 @@ class Container:
         self._engine = engine
         # The SDK's view of the connection buffers and blocks; it is only kept to be closed.
         self._attached = attached
-        self._raw = socket.socket(fileno=os.dup(attached.fileno()))
-        self._raw.setblocking(False)
+        self._stream = SocketStream(socket.socket(fileno=os.dup(attached.fileno())), self._lost)
         self._buffer = bytearray()
         self._last_words = b""
         self._closed = False
 
-    async def send(self, data: bytes) -> None:
-        """Write to its standard input."""
-        try:
-            await asyncio.get_running_loop().sock_sendall(self._raw, data)
-        except OSError as error:
-            raise self._lost(repr(error)) from error
+    def listen(self, on_data: OnData, on_end: OnEnd) -> None:
+        """Hand over what arrives on its standard output."""
 
-    async def receive(self) -> bytes:
-        """Return the next piece of its standard output."""
-        while True:
+        def demultiplex(data: bytes) -> None:
+            self._buffer += data
             while (piece := self._next()) is not None:
                 stream, data = piece
-                if stream != _STDERR:
-                    return data
-                self._last_words = (self._last_words + data)[-2048:]
-            try:
-                data = await asyncio.get_running_loop().sock_recv(self._raw, 1 << 20)
-            except OSError as error:
-                raise self._lost(repr(error)) from error
-            if not data:
-                raise self._lost("it ended")
-            self._buffer += data
+                if stream == _STDERR:
+                    self._last_words = (self._last_words + data)[-2048:]
+                else:
+                    on_data(data)
+
+        self._stream.listen(demultiplex, on_end)
+
+    async def send(self, data: bytes) -> None:
+        """Write to its standard input."""
+        await self._stream.send(data)
 
     def _lost(self, reason: str) -> SessionLostError:
         words = self._last_words.decode("utf-8", "replace").strip()
@@ -171,8 +177,8 @@ class Container:
     def hang_up(self) -> None:
         """Close the stream, upon which PID 1 ends and the engine removes the container."""
         with contextlib.suppress(OSError):
-            self._raw.shutdown(socket.SHUT_RDWR)
-        self._raw.close()
+            self._stream.socket.shutdown(socket.SHUT_RDWR)
+        self._stream.let_go()
         self._attached._response.close()
 
     async def close(self) -> None:
@@ -193,15 +199,17 @@ class Engine:
     def __init__(self, client: Any, podman: bool) -> None:
         self.podman = podman
         self._client = client
-        self._id = uuid.uuid4().hex
         self._orphans: set[asyncio.Task[None]] = set()
+        self._id = uuid.uuid4().hex
         self._threads = ExitSafeExecutor(8, thread_name_prefix="turngym-docker")
+        self._watcher = Watcher(f"{BACKEND_LABEL}={self._id}", _url())
 
     @classmethod
     async def connect(cls) -> "Engine":
         """Find the engine (see `connect`) and clear away what dead owners left."""
         engine = cls(*await asyncio.to_thread(connect))
         await engine.call(engine._reap)
+        await engine.call(engine._watcher.start)
         return engine
 
     async def call(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
@@ -240,14 +248,16 @@ class Engine:
 
         client, container = self._client, ""
         try:
-            container = client.create_container(
-                image,
-                command,
-                stdin_open=True,
-                host_config=client.create_host_config(**self._adapted(host)),
-                labels={OWNER_LABEL: owner_of_this_process(), BACKEND_LABEL: self._id},
-                **options,
-            )["Id"]
+            with self._watcher.request(name := f"turngym-{uuid.uuid4().hex}"):
+                container = client.create_container(
+                    image,
+                    command,
+                    name=name,
+                    stdin_open=True,
+                    host_config=client.create_host_config(**self._adapted(host)),
+                    labels={OWNER_LABEL: owner_of_this_process(), BACKEND_LABEL: self._id},
+                    **options,
+                )["Id"]
             attached = client.attach_socket(
                 container, {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
             )
@@ -266,11 +276,15 @@ class Engine:
         return Container(self, container, attached)
 
     def _adapted(self, host: dict[str, Any]) -> dict[str, Any]:
-        """Leave out what this engine does not know: Podman's tmpfs has no `nr_inodes`."""
+        """Fit the settings to a Podman.
+
+        Its tmpfs has no `nr_inodes`. A read-only root gets writable folders of its own choice,
+        without bounds, unless something is mounted there.
+        """
         if not self.podman:
             return host
         tmpfs = {path: re.sub(",nr_inodes=[0-9]+", "", how) for path, how in host["tmpfs"].items()}
-        return host | {"tmpfs": tmpfs}
+        return host | {"tmpfs": tmpfs | dict.fromkeys(_PODMAN_FOLDERS, _UNWRITABLE)}
 
     async def remove(self, container: str) -> None:
         """Remove a container, running or not, if it still exists."""
@@ -318,6 +332,7 @@ class Engine:
         mine = {"label": f"{BACKEND_LABEL}={self._id}"}
         for container in await self.call(self._client.containers, all=True, filters=mine):
             await self.remove(container["Id"])
+        await self.call(self._watcher.dismiss)
         await self.call(self._client.close)
         self._threads.shutdown(wait=False)
 

@@ -81,8 +81,10 @@ def guarantees_of(
     counted = pids is not None and pids <= limits.processes + 1
     if not counted:
         notes.append("the engine sets no pids cgroup: processes are not counted")
-    if podman or facts["inodes"] > limits.inodes:
-        notes.append("the engine bounds no inodes")
+    sized = facts["disk"] <= limits.disk_mb << 20
+    numbered = not podman and facts["inodes"] <= limits.inodes
+    if not numbered:
+        notes.append("the engine bounds no inodes, only bytes")
     if missing := sorted(set(preload) - set(facts["modules"])):
         notes.append(f"not in the image, so not preloaded: {', '.join(missing)}")
     return Guarantees(
@@ -92,7 +94,7 @@ def guarantees_of(
         network="hard",
         processes=_strength(counted),
         memory="hard" if bounded else "soft",
-        disk=_strength(facts["disk"] <= limits.disk_mb << 20),
+        disk=_strength(sized) if numbered or not sized else "soft",
         session_isolation="hard",
         notes=tuple(notes),
     )

@@ -17,10 +17,12 @@ from typing import Any
 from turngym.sandboxes.inside.confine import drop_capabilities
 from turngym.sandboxes.inside.tree import PRIVATE
 
-__all__ = ["CHANNEL", "branch"]
+__all__ = ["CHANNEL", "NAMESPACES", "branch"]
 
 _DELETED = " (deleted)"
 _STREAMS = 3
+NAMESPACES = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")
+"""What a copy joins, in this order."""
 
 CHANNEL = 3
 """Where every worker finds its channel."""
@@ -32,8 +34,8 @@ def branch(
     """Fork into the namespaces behind `descriptors`.
 
     Args:
-        descriptors: namespaces, the user namespace first, then channel, stdout and stderr of the
-            copy.
+        descriptors: entries of control groups, namespaces, the user namespace first, and channel,
+            stdout and stderr of the copy.
         pipes: inodes of this process's stdout and stderr.
         workspace: where to go when the working directory does not exist in the copy.
         loop: the cells' event loop, or None; it cannot be copied.
@@ -51,7 +53,11 @@ def branch(
         os.waitpid(child, 0)
         return None
     libc = ctypes.CDLL(None, use_errno=True)
-    for fd in descriptors[:-_STREAMS]:
+    places = -len(NAMESPACES) - _STREAMS
+    for fd in descriptors[:places]:
+        os.write(fd, b"0")
+        os.close(fd)
+    for fd in descriptors[places:-_STREAMS]:
         if libc.setns(fd, 0):
             os._exit(1)
         os.close(fd)

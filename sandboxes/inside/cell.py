@@ -1,25 +1,21 @@
 """One execution, from request to verdict."""
 
-import os
 import signal
 import time
 from typing import Any
 
 from turngym.sandboxes.inside.frames import FrameError
 from turngym.sandboxes.inside.interpreter import Interpreter
-from turngym.sandboxes.inside.processes import Watch, cpu_s, schedule_s
+from turngym.sandboxes.inside.processes import Watch, cpu_s
 
 __all__ = ["Cell"]
 
 _NAP_S = 0.05
 _MUTE_S = 0.1
-"""How long a worker that closed its channel may take to die before it counts as mute."""
+"""How long a worker that closed its channel may take to begin to die before it counts as mute."""
 
-_OOM_FILES = tuple(
-    path
-    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
-    if os.path.exists(path)
-)
+_DYING_S = 2.0
+"""How long it may take to be dead, starved as it may be."""
 
 
 class Cell:
@@ -57,13 +53,15 @@ class Cell:
         self._broken = False
         self._mute_from: float | None = None
         self._processes = interpreter.processes
-        worker = self._processes.worker
-        self._run_start, self._delay_start = schedule_s(worker)
-        self._cpu_start = cpu_s(worker)
+        self._cpu_start = cpu_s(self._processes.worker)
         self._cpu_s = self._delay_s = 0.0
         self._starved = self._nap_known = False
-        self._oom_start = _oom_kills()
         watch.start(self._start)
+
+    def start(self, packet: bytes) -> None:
+        """Send the request."""
+        self._interpreter.send(packet)
+        self._run_start, self._delay_start, self._oom_start = self._interpreter.counters()
 
     @property
     def done(self) -> bool:
@@ -87,7 +85,7 @@ class Cell:
             return False
         self._nap_known = True
         return cpu_s(self._processes.worker) - self._cpu_start < _NAP_S / 5 and not (
-            schedule_s(self._processes.worker)[1] - self._delay_start > _NAP_S / 5
+            self._processes.schedule_s()[1] - self._delay_start > _NAP_S / 5
         )
 
     def interrupt(self) -> None:
@@ -120,7 +118,7 @@ class Cell:
     def check(self) -> None:
         """Enforce time and memory."""
         now = time.monotonic()
-        if self._mute_from is not None and now - self._mute_from > _MUTE_S:
+        if self._mute_from is not None and self._is_mute(now - self._mute_from):
             self._broken = True
         elif now >= self._deadline:
             if not self._interrupted:
@@ -129,9 +127,12 @@ class Cell:
                 self._deadline = now + 0.1
             else:
                 self._kill()
-        elif not self._killed and self._watch.exceeded(self._processes.all(), now):
+        elif not self._killed and self._watch.exceeded(self._processes, now):
             self._reason = "memory"
             self._kill()
+
+    def _is_mute(self, since_s: float) -> bool:
+        return since_s > _DYING_S or (since_s > _MUTE_S and not self._processes.worker_is_dying())
 
     def _stop(self, reason: str, now: float) -> None:
         if self._reason is None:
@@ -157,7 +158,7 @@ class Cell:
         worker = self._processes.worker
         if self._interpreter.exit_status is None:
             self._cpu_s = max(self._cpu_s, cpu_s(worker) - self._cpu_start)
-            self._delay_s = max(self._delay_s, schedule_s(worker)[1] - self._delay_start)
+            self._delay_s = max(self._delay_s, self._processes.schedule_s()[1] - self._delay_start)
 
     def _starved_in_grace(self, now: float) -> bool:
         """The worker was hardly scheduled since the interrupt; true for one second at most."""
@@ -174,7 +175,7 @@ class Cell:
         """
         if self._delay_s <= self._timeout_s / 2:
             return False
-        main = schedule_s(self._processes.worker)[0] - self._run_start
+        main = self._processes.schedule_s()[0] - self._run_start
         own = sum(cpu_s(pid) for pid in self._processes.all()) - self._cpu_start - main
         return own < self._delay_s / 2
 
@@ -213,19 +214,22 @@ class Cell:
         code, number = self._interpreter.exit_code_and_signal()
         if self._broken and self._reason is None:
             # A large process that the kernel kills hangs up long before it is dead.
-            return "memory" if _oom_kills() > self._oom_start else "protocol", True
+            return "memory" if self._ran_out_of_memory() else "protocol", True
         if self._reason is not None:
             lost = not self.program and (dead or self._broken or self._killed)
             return "infra" if self._starved else self._reason, lost
         if number == signal.SIGXCPU:
             return "timeout", True
-        if number == signal.SIGKILL and _oom_kills() > self._oom_start:
+        if number == signal.SIGKILL and self._ran_out_of_memory():
             return "memory", True
         if dead and self.program:
             return ("ok" if code == 0 else "error" if self._answer else "exited"), False
         if dead or self._answer is None:
             return "exited", True
         return self._answer[0].decode("ascii"), False
+
+    def _ran_out_of_memory(self) -> bool:
+        return self._interpreter.oom_kills() > self._oom_start
 
 
 def _is_answer(fields: list[bytes]) -> bool:
@@ -246,15 +250,3 @@ def _shown(answer: list[bytes] | None) -> dict[str, Any]:
     kinds = [mime.decode("ascii", "replace") for mime in answer[3::2]]
     shown["artifacts"] = [[kind, len(data)] for kind, data in zip(kinds, answer[4::2], strict=True)]
     return shown
-
-
-def _oom_kills() -> int:
-    """Count of the kernel's out-of-memory kills in this container's cgroup, 0 where unknown."""
-    for path in _OOM_FILES:
-        try:
-            with open(path, "rb") as file:
-                words = file.read().split()
-            return int(words[words.index(b"oom_kill") + 1])
-        except (OSError, ValueError, IndexError):
-            continue
-    return 0

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from turngym.sandboxes.inside.branch import NAMESPACES
 from turngym.sandboxes.inside.frames import pack
 from turngym.sandboxes.inside.interpreter import Interpreter
 from turngym.sandboxes.inside.processes import Processes, name_of
@@ -33,7 +34,6 @@ __all__ = ["Forker"]
 
 _WITHIN_S = 20.0
 _GO = b"go"
-_NAMESPACES = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")
 
 
 class Forker:
@@ -85,8 +85,11 @@ class Forker:
     def _become_copy(self, template: Interpreter, workspace: str, link: int, tell: int) -> NoReturn:
         try:
             lost = [*self._killed, *self._settle(template.limits)]
+            group = template.group.sibling() if template.group else None
+            if group is not None:
+                group.limit(template.limits)
             copy = Interpreter(
-                template.limits, workspace, template.confine, Processes(isolated=True)
+                template.limits, workspace, template.confine, Processes(isolated=True), group
             )
             copy.generation = template.generation
             os.write(tell, _GO)
@@ -104,10 +107,12 @@ class Forker:
 def _copy_worker(template: Interpreter, copy: Interpreter) -> list[str]:
     """Have the template fork into this process's namespaces; returns what was lost."""
     streams = copy.make_streams()
-    namespaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in _NAMESPACES]
+    namespaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
     token = secrets.token_bytes(32)
     template.channel.setblocking(True)
-    socket.send_fds(template.channel, [pack([token, b"branch"])], [*namespaces, *streams])
+    entries = copy.group.entries if copy.group is not None else ()
+    request = pack([token, b"branch"])
+    socket.send_fds(template.channel, [request], [*entries, *namespaces, *streams])
     template.channel.setblocking(False)
     for fd in (*namespaces, *streams):
         os.close(fd)
@@ -117,6 +122,8 @@ def _copy_worker(template: Interpreter, copy: Interpreter) -> list[str]:
     if len(others) != 1:
         raise OSError(errno.EPROTO, f"the copy has {len(others)} processes instead of one")
     copy.adopt(others[0])
+    if copy.group is not None and not copy.group.holds(others[0]):
+        copy.group.enter(others[0])
     template.close()
     return [text.decode("utf-8", "replace") for text in lost]
 

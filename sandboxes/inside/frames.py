@@ -17,6 +17,10 @@ __all__ = ["FrameError", "FrameReader", "encode", "pack", "unpack"]
 _LENGTHS = struct.Struct(">II")
 _LENGTH = struct.Struct(">I")
 
+# What json.dumps and json.loads come to, without their choice of options.
+_write_json = json.JSONEncoder().encode
+_read_json = json.JSONDecoder().decode
+
 MAX_HEAD = 8 << 20
 MAX_BODY = 512 << 20
 
@@ -27,7 +31,7 @@ class FrameError(ValueError):
 
 def encode(message: dict[str, Any], body: bytes = b"") -> bytes:
     """Return one frame of the host channel."""
-    head = json.dumps(message).encode("ascii")
+    head = _write_json(message).encode("ascii")
     if len(head) > MAX_HEAD or len(body) > MAX_BODY:
         raise FrameError(
             f"a frame may have {MAX_HEAD} bytes of message and {MAX_BODY} of body, "
@@ -64,7 +68,7 @@ class FrameReader:
         body = bytes(self._buffer[_LENGTHS.size + head_size : end])
         del self._buffer[:end]
         try:
-            message = json.loads(head)
+            message = _read_json(head.decode("utf-8"))
         except (ValueError, RecursionError) as error:
             raise FrameError(f"frame head is not JSON: {error}") from error
         if not isinstance(message, dict):

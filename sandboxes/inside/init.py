@@ -44,17 +44,18 @@ executed code printed is never parsed.
 import contextlib
 import errno
 import os
-import secrets
 import select
 import signal
 import socket
 import stat
+import struct
 import sys
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 from turngym.sandboxes.inside.cell import Cell
+from turngym.sandboxes.inside.cgroups import Group
 from turngym.sandboxes.inside.files import list_files, read_file, write_file
 from turngym.sandboxes.inside.frames import FrameError, FrameReader, encode, pack
 from turngym.sandboxes.inside.interpreter import Confine, Interpreter
@@ -69,6 +70,9 @@ __all__ = ["Init"]
 
 PROTOCOL = 1
 _CHUNK = 1 << 16
+_EXTRA = socket.CMSG_SPACE(4 * 4)
+"""Room for four descriptors."""
+
 _MAX_SLEEP_S = 1.0
 
 
@@ -92,6 +96,7 @@ class Init:
         isolated: this process is PID 1 of its PID namespace.
         prepare: called once with the limits, before the first worker; returns the workspace.
         fork: serves the operation of that name, where the backend has one.
+        group: for worker and what it starts, where the backend has one.
     """
 
     def __init__(
@@ -103,6 +108,7 @@ class Init:
         isolated: bool,
         prepare: Callable[[dict[str, Any]], str] | None = None,
         fork: Fork | None = None,
+        group: Group | None = None,
     ) -> None:
         self._in, self._out = host_in, host_out
         is_socket = stat.S_ISSOCK(os.fstat(host_in).st_mode)
@@ -111,6 +117,7 @@ class Init:
         self._confine = confine
         self._prepare = prepare
         self._fork = fork
+        self._group = group
         self._frozen = False
         self._processes = Processes(isolated=isolated)
         self._reader = FrameReader()
@@ -140,6 +147,7 @@ class Init:
         def take_over() -> None:
             self._limits, self._workspace = interpreter.limits, workspace
             self._interpreter, self._processes = interpreter, interpreter.processes
+            self._group = interpreter.group
             self._watch = Watch((int(self._limits["memory_mb"]) << 20) + rss_bytes())
             self._announce(lost=lost)
 
@@ -161,6 +169,8 @@ class Init:
         finally:
             self._processes.kill_all()
             self._processes.reap_all()
+            if self._group is not None:
+                self._group.remove()
             os._exit(status)
 
     def _first_frame(self) -> dict[str, Any]:
@@ -172,8 +182,9 @@ class Init:
         if self._socket is None:
             data = os.read(self._in, _CHUNK)
         else:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, _CHUNK, 4)
-            self._descriptors += descriptors
+            data, extra, _, _ = self._socket.recvmsg(_CHUNK, _EXTRA)
+            for _, _, numbers in extra:
+                self._descriptors += struct.unpack(f"{len(numbers) // 4}i", numbers)
         if not data:
             raise EOFError("the host hung up")
         self._reader.feed(data)
@@ -183,7 +194,11 @@ class Init:
         prepare = self._prepare
         self._workspace = prepare(limits) if prepare else str(message["workspace"])
         self._limits = limits
-        self._interpreter = Interpreter(limits, self._workspace, self._confine, self._processes)
+        if self._group is not None:
+            self._group.limit(limits)
+        self._interpreter = Interpreter(
+            limits, self._workspace, self._confine, self._processes, self._group
+        )
         self._watch = Watch((int(limits["memory_mb"]) << 20) + rss_bytes())
         self._interpreter.start()
         self._announce()
@@ -219,10 +234,10 @@ class Init:
                     self._send({"event": "asleep", "id": cell.id})
             if cell.done:
                 self._finish(cell)
-        elif self._watch_idle():
-            self._replace()
         if self._in in ready:
             self._receive()
+        elif self._cell is None and self._watch_idle():
+            self._replace()
         while (frame := self._reader.next()) is not None:
             self._handle(*frame)
 
@@ -248,7 +263,7 @@ class Init:
             return False
         if self._interpreter.exit_status is not None:
             return True
-        return self._watch.exceeded_idle(self._processes.all(), time.monotonic())
+        return self._watch.exceeded_idle(self._processes, time.monotonic())
 
     def _replace(self) -> None:
         self._interpreter.replace()
@@ -272,9 +287,9 @@ class Init:
             raise OSError(errno.EBUSY, "a cell is running; cells run one after another")
         if self._spent or self._frozen:
             raise OSError(errno.ESHUTDOWN, "the session ran a program or was forked: it is used up")
-        if self._interpreter.spoke_unasked():
+        if self._interpreter.exit_status is not None or self._interpreter.spoke_unasked():
             self._replace()
-        token = secrets.token_bytes(32)
+        token = os.urandom(32)
         program = message["op"] == "program"
         fields = [token, b"cell", body]
         if program:
@@ -289,20 +304,23 @@ class Init:
             float(message["timeout_s"]),
             program=program,
         )
-        self._interpreter.send(pack(fields))
+        self._cell.start(pack(fields))
         return {}, b""
 
     def _finish(self, cell: Cell) -> None:
         message, body = cell.result()
         self._cell = None
+        replaced = message["state_lost"] and not cell.program
         if cell.program:
             self._spent = True
             self._processes.kill_all()
-        elif message["state_lost"]:
+        elif replaced:
             self._interpreter.replace()
         message["state_lost"] |= self._lost_unseen
         self._lost_unseen = False
         self._send({**message, "generation": self._interpreter.generation}, body)
+        if not replaced:
+            self._interpreter.read_counters()
 
     def _interrupt(self, message: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
         if self._cell is not None:

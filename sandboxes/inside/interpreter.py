@@ -10,12 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 from turngym.sandboxes.inside.branch import CHANNEL
+from turngym.sandboxes.inside.cgroups import Group, oom_counter, oom_kills
 from turngym.sandboxes.inside.frames import FrameError, unpack
 from turngym.sandboxes.inside.output import Capture
 from turngym.sandboxes.inside.processes import Processes
 from turngym.sandboxes.inside.worker import Worker
 
 __all__ = ["Interpreter", "Streams"]
+
+_CHUNK = 1 << 16
 
 Confine = Callable[[dict[str, Any]], None]
 Streams = tuple[int, int, int]
@@ -30,15 +33,24 @@ class Interpreter:
         workspace: working directory of the worker.
         confine: called in the worker before it serves; takes its rights away.
         processes: who lives in the session.
+        group: what bounds them together, with its limits set; None where nothing does.
     """
 
     def __init__(
-        self, limits: dict[str, Any], workspace: str, confine: Confine, processes: Processes
+        self,
+        limits: dict[str, Any],
+        workspace: str,
+        confine: Confine,
+        processes: Processes,
+        group: Group | None = None,
     ) -> None:
         self.limits = limits
         self._workspace = workspace
         self.confine = confine
         self.processes = processes
+        self.group = group
+        self._oom_counter = group.oom_counter() if group else oom_counter()
+        self._counters: tuple[float, float, int] | None = None
         self.generation = 0
         self.exit_status: int | None = None
         self.hung_up = False
@@ -75,13 +87,16 @@ class Interpreter:
 
     def adopt(self, pid: int) -> None:
         """Take the process `pid`, which holds the worker's ends, as the worker."""
-        self.processes.worker = pid
+        self.processes.follow(pid)
         self.exit_status = None
         self.hung_up = False
+        self._counters = None
         self._inbox.clear()
         self._outbox.clear()
 
     def _become_worker(self, streams: Streams) -> None:
+        if self.group is not None:
+            self.group.enter()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         os.setsid()
         channel, out, err = (os.dup2(fd, 200 + n) for n, fd in enumerate(streams))
@@ -147,11 +162,11 @@ class Interpreter:
         """Read what the channel has, up to just above the largest packet allowed."""
         try:
             while len(self._inbox) <= self._max_packet + 4:
-                data = self.channel.recv(1 << 20)
-                if not data:
-                    self.hung_up = True
-                    return
+                data = self.channel.recv(_CHUNK)
                 self._inbox += data
+                if len(data) < _CHUNK:  # all there is, and nothing at the end of the stream
+                    self.hung_up = not data
+                    return
         except BlockingIOError:
             return
         except ConnectionResetError:
@@ -173,6 +188,21 @@ class Interpreter:
         payload = bytes(self._inbox[4 : 4 + size])
         del self._inbox[: 4 + size]
         return unpack(payload)
+
+    def oom_kills(self) -> int:
+        """Processes of the session that the kernel has killed for memory so far, if it tells."""
+        return oom_kills(self._oom_counter)
+
+    def counters(self) -> tuple[float, float, int]:
+        """Seconds the worker ran and waited, and the kernel's kills, before the coming cell."""
+        if self._counters is None:
+            self.read_counters()
+        assert self._counters is not None
+        return self._counters
+
+    def read_counters(self) -> None:
+        """Read what `counters` returns; between cells, when nobody waits for it."""
+        self._counters = *self.processes.schedule_s(), self.oom_kills()
 
     def exit_code_and_signal(self) -> tuple[int | None, int | None]:
         """How the worker ended: exit code, or the signal that killed it."""

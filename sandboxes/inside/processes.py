@@ -8,6 +8,7 @@ import time
 
 __all__ = ["Processes", "Watch", "death_notices"]
 
+_PF_EXITING = 4
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -22,6 +23,33 @@ class Processes:
     def __init__(self, *, isolated: bool) -> None:
         self._isolated = isolated
         self.worker = 0
+        self._schedule = -1
+
+    def follow(self, worker: int) -> None:
+        """Take a new process as the worker."""
+        self.worker = worker
+        if self._schedule >= 0:
+            os.close(self._schedule)
+            self._schedule = -1
+        with contextlib.suppress(OSError):
+            self._schedule = os.open(f"/proc/{worker}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+
+    def schedule_s(self) -> tuple[float, float]:
+        """Seconds the worker's main thread ran, and waited for a processor; 0 if unknown."""
+        try:
+            run, delay = os.pread(self._schedule, 64, 0).split()[:2]
+            return int(run) / 1e9, int(delay) / 1e9
+        except (OSError, ValueError):
+            return 0.0, 0.0
+
+    def worker_is_dying(self) -> bool:
+        """The worker is on its way out, which can take long on a busy machine."""
+        try:
+            with open(f"/proc/{self.worker}/stat", "rb") as file:
+                flags = int(file.read().rpartition(b")")[2].split()[6])
+        except (OSError, ValueError, IndexError):
+            return True
+        return bool(flags & _PF_EXITING)
 
     def others(self) -> list[int]:
         """PIDs of the session except init and the worker."""
@@ -108,16 +136,6 @@ def cpu_s(pid: int) -> float:
         return 0.0
 
 
-def schedule_s(pid: int) -> tuple[float, float]:
-    """Seconds the main thread of `pid` ran, and was runnable but not scheduled; 0 if unknown."""
-    try:
-        with open(f"/proc/{pid}/schedstat", "rb") as file:
-            run, delay = file.read().split()[:2]
-        return int(run) / 1e9, int(delay) / 1e9
-    except (OSError, ValueError):
-        return 0.0, 0.0
-
-
 class Watch:
     """Soft memory limit over all processes of a session.
 
@@ -140,22 +158,22 @@ class Watch:
         """Seconds until the next reading."""
         return max(0.0, self._due - now)
 
-    def exceeded_idle(self, pids: list[int], now: float) -> bool:
+    def exceeded_idle(self, processes: Processes, now: float) -> bool:
         """Between cells: read only when something of the session has used CPU since last time."""
         if now < self._due:
             return False
-        used = sum(cpu_s(pid) for pid in pids)
+        used = sum(cpu_s(pid) for pid in processes.all())
         if used == self._used:
             self._due = now + 1.0
             return False
         self._used = used
-        return self.exceeded(pids, now)
+        return self.exceeded(processes, now)
 
-    def exceeded(self, pids: list[int], now: float) -> bool:
-        """Read, when due, whether `pids` use more than the limit together."""
+    def exceeded(self, processes: Processes, now: float) -> bool:
+        """Read, when due, whether `processes` use more than the limit together."""
         if now < self._due:
             return False
-        total = sum(pss_bytes(pid) for pid in pids)
+        total = sum(pss_bytes(pid) for pid in processes.all())
         self._pause = min(2.0, max(0.05, 10 * (time.monotonic() - now)))
         self._due = now + self._pause
         return total > self._limit

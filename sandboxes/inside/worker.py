@@ -120,20 +120,20 @@ class Worker:
     def _receive(self) -> list[bytes]:
         """Return the next request; file descriptors that came along are in `_received_fds`."""
         self._received_fds: list[int] = []
-        (size,) = struct.unpack(">I", self._receive_exactly(4))
-        return unpack(self._receive_exactly(size))
-
-    def _receive_exactly(self, size: int) -> bytes:
         data = bytearray()
+        size = 4
         while len(data) < size:
-            chunk, extra, _, _ = self._receive_message(min(size - len(data), 1 << 20), 256)
+            # One request at a time, so this cannot reach into the next one.
+            chunk, extra, _, _ = self._receive_message(1 << 16, 256)
             if not chunk:
                 _exit(0)
             data += chunk
+            if len(data) >= 4:
+                size = 4 + int.from_bytes(data[:4], "big")
             for _, _, numbers in extra:
                 count = len(numbers) // 4
                 self._received_fds += struct.unpack(f"{count}i", numbers[: 4 * count])
-        return bytes(data)
+        return unpack(bytes(data[4:]))
 
     def _make_streams(self) -> None:
         """Own text streams over fd 1 and 2; closing them does not close the descriptors."""

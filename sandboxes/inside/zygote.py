@@ -19,6 +19,7 @@ import socket
 import sys
 from typing import Any, NoReturn
 
+from turngym.sandboxes.inside.cgroups import Group, enter_zygote, grow, remove, uproot
 from turngym.sandboxes.inside.confine import Confinement, drop_capabilities
 from turngym.sandboxes.inside.fork import Forker
 from turngym.sandboxes.inside.frames import encode
@@ -63,7 +64,11 @@ def main(config: dict[str, Any]) -> NoReturn:
             os._exit(0)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("900")  # when the machine runs out of memory, sessions go before the trainer
+        config["trees"] = []
         if config["level"] == "namespaces":
+            user = _NOBODY if os.geteuid() == 0 else os.geteuid()
+            with contextlib.suppress(OSError):
+                config["trees"] = grow(config["parent"], user)
             _enter_namespaces()
         leash, held = os.pipe()
         child = os.fork()
@@ -76,10 +81,10 @@ def main(config: dict[str, Any]) -> NoReturn:
         os._exit(1)
     os.close(leash)
     os.close(_CONTROL)
-    _guard(host, child, config["base"])
+    _guard(host, child, config)
 
 
-def _guard(host: int, child: int, base: str) -> NoReturn:
+def _guard(host: int, child: int, config: dict[str, Any]) -> NoReturn:
     """Wait for the end of host or zygote; make sure of the other's consequences."""
     poll = select.poll()
     own = os.pidfd_open(child)
@@ -89,8 +94,9 @@ def _guard(host: int, child: int, base: str) -> NoReturn:
     with contextlib.suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    if base:
-        os.execvp("rm", ["rm", "-rf", "--", base])  # deeper than Python could recurse
+    uproot(config["trees"])
+    if config["base"]:
+        os.execvp("rm", ["rm", "-rf", "--", config["base"]])  # deeper than Python could recurse
     os._exit(0)
 
 
@@ -136,7 +142,8 @@ class _Zygote:
         self._isolated = config["level"] == "namespaces"
         self._leash = leash
         self._control = socket.socket(fileno=os.dup(_CONTROL))
-        self._children: dict[int, tuple[int, str]] = {}
+        self._trees = config["trees"]
+        self._children: dict[int, tuple[int, str, str]] = {}
         self._count = 0
 
     def run(self) -> NoReturn:
@@ -146,7 +153,9 @@ class _Zygote:
         except BaseException as error:
             _report({"error": f"{type(error).__name__}: {error}"})
             os._exit(1)
-        _report({"ready": ".".join(map(str, sys.version_info[:3])), "missing": self._missing})
+        limited = sorted(name for tree in self._trees for name in tree.controllers)
+        version = ".".join(map(str, sys.version_info[:3]))
+        _report({"ready": version, "missing": self._missing, "limited": limited})
         null = os.open("/dev/null", os.O_RDWR)
         for number in (0, 1, 2):
             os.dup2(null, number)
@@ -159,6 +168,7 @@ class _Zygote:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.setsid()
         os.umask(0o022)
+        enter_zygote(self._trees)
         if self._isolated:
             build(self._config["paths"])
         if os.geteuid() == 0 and self._config["level"] != "none":
@@ -206,13 +216,15 @@ class _Zygote:
                 os._exit(0)
 
     def _bury(self, fd: int) -> None:
-        """Reap a child; have the folder of a session without namespaces removed."""
-        pid, folder = self._children.pop(fd)
+        """Reap a child; remove its group, or the folder of a session without namespaces."""
+        pid, folder, group = self._children.pop(fd)
         os.close(fd)
         os.waitpid(pid, 0)
+        if group:
+            remove(self._trees, group)
         if folder:
             remover = os.posix_spawnp("rm", ["rm", "-rf", "--", folder], os.environ)
-            self._children[os.pidfd_open(remover)] = remover, ""
+            self._children[os.pidfd_open(remover)] = remover, "", ""
 
     def _serve(self) -> None:
         data, fds, _, _ = socket.recv_fds(self._control, 1 << 16, 1)
@@ -220,26 +232,34 @@ class _Zygote:
             os._exit(0)
         self._count += 1
         (link,) = fds
+        name = str(self._count) if self._trees else ""
+        group = None
         try:
+            group = Group(self._trees, name) if name else None
             child = clone(SESSION_NAMESPACES) if self._isolated else os.fork()
         except OSError as error:
             os.write(link, encode({"event": "failed", "message": str(error)}))
             os.close(link)
+            if group is not None:
+                group.close()
+                group.remove()
             return
         if child == 0:
-            self._become_init(link)
+            self._become_init(link, group)
         os.close(link)
+        if group is not None:
+            group.close()
         folder = "" if self._isolated else self._folder()
-        self._children[os.pidfd_open(child)] = child, folder
+        self._children[os.pidfd_open(child)] = child, folder, name
 
     def _folder(self) -> str:
         return os.path.join(self._config["base"], str(self._count))
 
-    def _become_init(self, link: int) -> NoReturn:
+    def _become_init(self, link: int, group: Group | None) -> NoReturn:
         try:
             for fd in (self._control.fileno(), self._leash, *self._children):
                 os.close(fd)
-            Session(self._config, self._folder()).serve(link)
+            Session(self._config, self._folder()).serve(link, group)
         except BaseException as error:
             with contextlib.suppress(OSError):
                 message = f"{type(error).__name__}: {error}"
@@ -257,7 +277,7 @@ class Session:
         self._isolated = self._level == "namespaces"
         self._folder = folder
 
-    def serve(self, link: int) -> NoReturn:
+    def serve(self, link: int, group: Group | None) -> NoReturn:
         """Set up what the level offers and serve the host."""
         self._settle()
         Init(
@@ -267,6 +287,7 @@ class Session:
             isolated=self._isolated,
             prepare=self._prepare,
             fork=self._forker() if self._isolated else None,
+            group=group,
         ).run()
 
     def _settle(self) -> None:

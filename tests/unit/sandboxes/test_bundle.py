@@ -49,7 +49,8 @@ def test_a_container_driver_serves_over_its_standard_streams(tmp_path: object) -
         assert data, "the driver ended"
         reader.feed(data)
         while (frame := reader.next()) is not None:
-            frames.append(frame[0])
+            if frame[0].get("event") != "asleep":  # may come once while the cell runs
+                frames.append(frame[0])
     driver.stdin.close()
     assert driver.wait(10) == 0
     driver.stdout.close()

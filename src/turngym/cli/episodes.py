@@ -22,7 +22,17 @@ from turngym.errors import ConfigError
 if TYPE_CHECKING:
     from turngym.agents.rollout import RolloutEngine
 
-__all__ = ["EpisodesConfig", "open_engine", "parse"]
+__all__ = ["FLAGS", "EpisodesConfig", "open_engine", "parse", "task_count"]
+
+FLAGS = {
+    "samples_per_task": "--samples",
+    "num_tasks": "--tasks",
+    "on_rewrite": "--model.on-rewrite",
+    "top_p": "--model.top-p",
+    "top_k": "--model.top-k",
+    "base_url": "--policy openai:URL",
+}
+"""Names that the library's messages use, and the flags that set them here."""
 
 C = TypeVar("C", bound="EpisodesConfig")
 
@@ -49,7 +59,7 @@ class EpisodesConfig:
 
     def __post_init__(self) -> None:
         if self.tasks is not None and self.tasks < 1:
-            raise ConfigError(f"tasks must be at least 1, got {self.tasks}")
+            raise ConfigError(f"--tasks must be at least 1, got {self.tasks}")
 
 
 def parse(default: C, argv: Sequence[str], *, prog: str) -> tuple[C, dict[str, Any]]:
@@ -86,8 +96,10 @@ def task_count(config: EpisodesConfig, available: int) -> int:
     """Return how many tasks to play.
 
     Raises:
-        ConfigError: more were asked than there are.
+        ConfigError: more were asked than there are, or there is none.
     """
+    if not available:
+        raise ConfigError(f"the {config.split} split has no tasks; choose another with --split")
     if config.tasks is None:
         return min(available, 1000)
     if config.tasks > available:

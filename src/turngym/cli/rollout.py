@@ -6,10 +6,10 @@ from pathlib import Path
 
 from turngym.agents.config import RolloutConfig
 from turngym.cli.console import out, progress, setup_logging, show_table
-from turngym.cli.episodes import EpisodesConfig, open_engine, parse, task_count
+from turngym.cli.episodes import FLAGS, EpisodesConfig, open_engine, parse, task_count
 from turngym.errors import ConfigError
 
-__all__ = ["run"]
+__all__ = ["FLAGS", "run"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

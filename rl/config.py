@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from turngym.agents.config import RolloutConfig
+from turngym.agents.config import EngineConfig, RolloutConfig
 from turngym.config import suggest
 from turngym.errors import ConfigError
 from turngym.rl.algorithm import Algorithm
@@ -214,6 +214,11 @@ class TrainConfig:
     temperature: float = 1.0
     """At which the policy samples while it trains."""
 
+    staleness: int = 0
+    """Rollout batches that may be trained on between the weights that begin a trajectory and the
+    batch it trains in: 0 = sample, train, sample; 1 = one step off, the next batch is sampled while
+    this one trains; more = asynchronous within that bound."""
+
     stages: Stages = field(default_factory=Stages)
     curriculum: int = 1
     """Tasks looked at for each one taken: of those, tasks solved half of the time so far are the
@@ -250,6 +255,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     algorithm: Algorithm = field(default_factory=lambda: preset("grpo"))
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     sft: SftConfig = field(default_factory=SftConfig)
@@ -262,7 +268,7 @@ class TrainConfig:
         for name in self.trackers:
             if name not in TRACKERS:
                 raise ConfigError(f"unknown tracker {name!r}{suggest(name, TRACKERS)}")
-        for name in ("steps", "save_every", "store_trajectories"):
+        for name in ("steps", "save_every", "store_trajectories", "staleness"):
             if (value := getattr(self, name)) < 0:
                 raise ConfigError(f"{name} must not be negative, got {value}")
         if not 0 < self.temperature < float("inf"):
@@ -274,6 +280,21 @@ class TrainConfig:
         if self.deterministic and self.model.dtype != "float32":
             raise ConfigError(
                 f"deterministic runs need model.dtype='float32', got {self.model.dtype!r}"
+            )
+        if self.staleness:
+            self._check_ahead()
+
+    def _check_ahead(self) -> None:
+        """Refuse what cannot hold while trajectories are sampled ahead of the trainer."""
+        if self.deterministic:
+            raise ConfigError(
+                f"deterministic runs need staleness=0, got {self.staleness}: which weights sample "
+                "a token then depends on the machine's speed"
+            )
+        if self.stages.temperature:
+            raise ConfigError(
+                f"stages.temperature needs staleness=0, got {self.staleness}: a batch is trained "
+                "at one temperature, trajectories sampled ahead would have the one before"
             )
 
     def at(self, batch: int) -> "TrainConfig":

@@ -74,18 +74,26 @@ class HttpClient:
             RefusedError: the answer is an error.
             EngineTimeoutError: no whole answer within `timeout_s`.
         """
-        where = f"{self.url}{path}"
-        try:
-            async with asyncio.timeout(timeout_s), aclosing(self._parts(path, body)) as parts:
-                text = b"".join([part async for part in parts])
-        except TimeoutError:
-            raise EngineTimeoutError(f"{where} did not answer in {timeout_s:g} s") from None
+        text = await self.text(path, body, timeout_s=timeout_s)
         try:
             return json.loads(text) if text.strip() else None
         except ValueError:
-            raise UnreachableError(f"{where} did not answer in JSON: {text[:80]!r}") from None
+            raise UnreachableError(
+                f"{self.url}{path} did not answer in JSON: {text[:80]!r}"
+            ) from None
 
-    async def events(self, path: str, body: Any, *, silence_s: float) -> AsyncIterator[Any]:
+    async def text(self, path: str, body: Any = None, *, timeout_s: float) -> str:
+        """Return an answer as it is; see `call`."""
+        try:
+            async with asyncio.timeout(timeout_s), aclosing(self._parts(path, body)) as parts:
+                data = b"".join([part async for part in parts])
+        except TimeoutError:
+            raise EngineTimeoutError(
+                f"{self.url}{path} did not answer in {timeout_s:g} s"
+            ) from None
+        return data.decode("utf-8", "replace")
+
+    async def events(self, path: str, body: Any, *, silence_s: float) -> AsyncGenerator[Any, None]:
         """Yield the events of a stream until it is `[DONE]`.
 
         Raises:

@@ -1,0 +1,345 @@
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_vllm import FakeVLLM, break_off, fail, hang, log_softmax, make_table, serving
+
+from turngym.agents.vllm_server import Draft, ServerBackend
+from turngym.errors import EngineError, WeightSyncError
+
+PROMPT = [1, 2, 3]
+
+
+@pytest.fixture
+def server() -> Iterator[FakeVLLM]:
+    with serving() as (one,):
+        yield one
+
+
+def connect(*servers: FakeVLLM, timeout_s: float = 5.0) -> ServerBackend:
+    return ServerBackend([one.url for one in servers], timeout_s=timeout_s)
+
+
+def sample(backend: ServerBackend, prompt: list[int] = PROMPT, **options: Any) -> Draft:
+    settings = {"temperature": 1.0, "max_tokens": 8, "seed": 5} | options
+    return asyncio.run(backend.complete(prompt, **settings))
+
+
+def expected(table: Any, ids: list[int], temperature: float = 1.0) -> list[float]:
+    """Log-probabilities of tokens after the prompt."""
+    before = [PROMPT[-1], *ids[:-1]]
+    return [float(log_softmax(table[a], temperature)[b]) for a, b in zip(before, ids, strict=True)]
+
+
+def test_tokens_come_with_their_log_probabilities(server: FakeVLLM) -> None:
+    backend = connect(server)
+    draft = sample(backend, temperature=0.7, max_tokens=40, topk=2)
+    assert len(draft.ids) == 40
+    assert draft.finish_reason == "length"
+    np.testing.assert_allclose(draft.logp, expected(server.table, draft.ids, 0.7), atol=1e-9)
+    assert [len(top) for top in draft.tops] == [2] * 40
+    assert all(top[0][1] >= top[1][1] for top in draft.tops)
+    assert sample(backend, temperature=0.7, max_tokens=40, topk=2) == draft
+    assert sample(backend, temperature=0.7, max_tokens=40, seed=6).ids != draft.ids
+    backend.close()
+
+
+def test_a_request_says_everything_the_model_folder_could_change(server: FakeVLLM) -> None:
+    backend = connect(server)
+    sample(backend, stop_ids=[4])
+    said = server.seen[-1]
+    assert said["prompt"] == PROMPT
+    assert (said["top_p"], said["top_k"], said["min_p"], said["repetition_penalty"]) == (1, 0, 0, 1)
+    assert (said["ignore_eos"], said["stop_token_ids"]) == (True, [4])
+    backend.close()
+
+
+def test_pushed_weights_are_sampled_from_under_a_salt_of_their_own(server: FakeVLLM) -> None:
+    backend = connect(server)
+    for version in (1, 2):
+        table = make_table(version)
+        backend.push([("table", torch.from_numpy(table))], version=version)
+        draft = sample(backend)
+        np.testing.assert_allclose(draft.logp, expected(table, draft.ids), atol=1e-6)
+    salts = [body.get("cache_salt") for body in server.seen[-2:]]
+    assert len(set(salts)) == 2
+    other = connect(server)
+    other.push([("table", torch.from_numpy(make_table(1)))], version=1)
+    sample(other)
+    assert server.seen[-1]["cache_salt"] not in salts
+    backend.close()
+    other.close()
+
+
+def adapter(seed: int) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    name = "base_model.model.table.lora_{}.default.weight"
+    return [
+        (name.format("A"), torch.randn(2, 16, generator=generator)),
+        (name.format("B"), torch.randn(16, 2, generator=generator)),
+    ]
+
+
+def test_adapters_are_named_by_version_and_the_old_one_leaves(server: FakeVLLM) -> None:
+    backend = connect(server)
+    for version in (1, 2):
+        (_, a), (_, b) = pushed = adapter(version)
+        backend.push(pushed, version=version)
+        draft = sample(backend)
+        table = server.disk + 2 * (b @ a).numpy()
+        np.testing.assert_allclose(draft.logp, expected(table, draft.ids), atol=1e-5)
+    (name,) = server.adapters
+    assert name.endswith("@2")
+    backend.close()
+    assert not server.adapters
+
+
+def test_interrupted_requests_keep_their_tokens(server: FakeVLLM) -> None:
+    backend = connect(server)
+    whole = sample(backend, max_tokens=48)
+    server.pace_s = 0.02
+
+    async def main() -> list[Draft]:
+        tasks = [
+            asyncio.create_task(backend.complete(PROMPT, temperature=1.0, max_tokens=48, seed=5))
+            for _ in range(3)
+        ]
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(backend.interrupt)
+        return await asyncio.gather(*tasks)
+
+    for draft in asyncio.run(main()):
+        assert draft.finish_reason == "abort"
+        assert 0 < len(draft.ids) < 48
+        assert draft.ids == whole.ids[: len(draft.ids)]
+    deadline = time.monotonic() + 5
+    while server.running and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not server.running
+    backend.close()
+
+
+def test_a_cancelled_request_is_dropped_by_the_server(server: FakeVLLM) -> None:
+    backend = connect(server)
+    server.pace_s = 0.05
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await backend.complete(PROMPT, temperature=1.0, max_tokens=48, seed=5)
+
+    asyncio.run(main())
+    deadline = time.monotonic() + 5
+    while server.running and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not server.running
+    backend.close()
+
+
+@pytest.mark.parametrize("fault", [fail(500), fail(503), fail(429, "busy"), break_off])
+def test_what_a_server_fails_at_is_done_again_with_the_same_result(
+    server: FakeVLLM, fault: Any
+) -> None:
+    backend = connect(server)
+    whole = sample(backend)
+    server.faults["/v1/completions"] = [fault]
+    assert sample(backend) == whole
+    backend.close()
+
+
+def test_a_stream_that_is_cut_off_is_begun_again(server: FakeVLLM) -> None:
+    backend = connect(server)
+    whole = sample(backend, max_tokens=40)
+    server.faults["stream"] = [17]
+    assert sample(backend, max_tokens=40) == whole
+    backend.close()
+
+
+def test_another_server_takes_over_when_one_dies_in_the_middle() -> None:
+    with serving(2) as servers:
+        backend = connect(*servers)
+        whole = sample(backend, max_tokens=48, session="a")
+        first = next(one for one in servers if len(one.seen) > 2)
+        first.pace_s = 0.05
+
+        async def main() -> Draft:
+            task = asyncio.create_task(
+                backend.complete(PROMPT, temperature=1.0, max_tokens=48, seed=5, session="a")
+            )
+            await asyncio.sleep(0.4)
+            await asyncio.to_thread(first.stop)
+            return await task
+
+        assert asyncio.run(main()) == whole
+        backend.close()
+
+
+def test_requests_spread_over_servers_and_sessions_stay() -> None:
+    with serving(2) as servers:
+        for one in servers:
+            one.pace_s = 0.01
+        backend = connect(*servers)
+        start = [len(one.seen) for one in servers]
+
+        async def turn() -> None:
+            await asyncio.gather(
+                *(
+                    backend.complete([n], temperature=1.0, max_tokens=8, seed=n, session=str(n))
+                    for n in range(8)
+                )
+            )
+
+        asyncio.run(turn())
+        asyncio.run(turn())
+        asked = [
+            [body["prompt"][0] for body in one.seen[n:]]
+            for one, n in zip(servers, start, strict=True)
+        ]
+        assert [len(set(prompts)) for prompts in asked] == [4, 4]
+        assert all(prompts.count(n) == 2 for prompts in asked for n in prompts)
+        backend.close()
+
+
+def test_a_restarted_server_gets_its_adapter_back() -> None:
+    with serving() as (server,):
+        backend = connect(server)
+        backend.push(adapter(1), version=1)
+        whole = sample(backend)
+        server.stop()
+        server.start()
+        assert sample(backend) == whole
+        backend.close()
+
+
+def test_a_restarted_server_is_left_out_until_it_has_the_weights_again() -> None:
+    with serving(2) as servers:
+        backend = connect(*servers)
+        table = make_table(1)
+        backend.push([("table", torch.from_numpy(table))], version=1)
+        whole = sample(backend, session="a")
+        seat = next(one for one in servers if len(one.seen) > 2)
+        seat.stop()
+        seat.start()
+        assert sample(backend, session="a") == whole
+        assert len(backend.faults) == 1
+        assert "instead of" in next(iter(backend.faults.values()))
+        backend.push([("table", torch.from_numpy(table))], version=2)
+        assert not backend.faults
+        backend.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"prompt": [1, 99]}, "token id 99 is outside the vocabulary"),
+        ({"stop_ids": [77]}, "77"),
+        ({"prompt": [1] * 64}, "does not fit"),
+    ],
+)
+def test_what_a_server_refuses_is_told_in_its_words_and_not_tried_again(
+    server: FakeVLLM, options: Any, says: str
+) -> None:
+    backend = connect(server)
+    before = len(server.seen)
+    with pytest.raises(EngineError, match=says):
+        sample(backend, **options)
+    assert len(server.seen) == before + 1
+    backend.close()
+
+
+def test_raw_log_probabilities_are_refused_at_other_temperatures(server: FakeVLLM) -> None:
+    server.mode = "raw"
+    backend = connect(server)
+    draft = sample(backend)
+    np.testing.assert_allclose(draft.logp, expected(server.table, draft.ids), atol=1e-9)
+    with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
+        sample(backend, temperature=0.5)
+    backend.close()
+
+
+def test_a_server_that_hangs_is_given_up(server: FakeVLLM) -> None:
+    backend = connect(server, timeout_s=0.3)
+    server.faults["/v1/completions"] = [hang(), hang(), hang(), hang()]
+    started = time.monotonic()
+    with pytest.raises(EngineError, match="said nothing for"):
+        sample(backend)
+    assert time.monotonic() - started < 5
+    backend.close()
+
+
+def test_a_paused_server_is_named(server: FakeVLLM) -> None:
+    server.is_paused = True
+    with pytest.raises(EngineError, match="is paused; POST http"):
+        connect(server)
+
+
+def test_a_server_that_cannot_be_reached_is_named(server: FakeVLLM) -> None:
+    url = server.url
+    server.stop()
+    with pytest.raises(EngineError, match=url):
+        ServerBackend([url], timeout_s=1.0)
+
+
+def test_one_server_out_of_reach_leaves_the_others_working() -> None:
+    with serving(2) as servers:
+        servers[0].stop()
+        backend = connect(*servers)
+        assert len(sample(backend).ids) == 8
+        assert list(backend.faults) == [servers[0].url]
+        backend.close()
+
+
+def test_servers_of_different_models_are_refused() -> None:
+    with serving(2) as servers:
+        servers[1].name = "other"
+        with pytest.raises(EngineError, match="must serve one model"):
+            connect(*servers)
+
+
+def test_a_refused_adapter_leaves_the_old_one_in_use(server: FakeVLLM) -> None:
+    backend = connect(server)
+    backend.push(adapter(1), version=1)
+    whole = sample(backend)
+    server.faults["/v1/load_lora_adapter"] = [fail(500, "no slot left")]
+    with pytest.raises(WeightSyncError, match=r"version 2 was not taken.*no slot left"):
+        backend.push(adapter(2), version=2)
+    assert sample(backend) == whole
+    backend.close()
+
+
+def test_weights_of_the_wrong_shape_are_refused_in_the_servers_words(server: FakeVLLM) -> None:
+    backend = connect(server)
+    with pytest.raises(WeightSyncError, match=r"shape \(3, 3\) does not fit"):
+        backend.push([("table", torch.zeros(3, 3))], version=1)
+    backend.close()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_server_that_takes_no_weights_says_how_to_start_it(server: FakeVLLM, lora: bool) -> None:
+    server.dev_mode = server.can_load_adapters = False
+    backend = connect(server)
+    needs = "VLLM_ALLOW_RUNTIME_LORA_UPDATING" if lora else "VLLM_SERVER_DEV_MODE"
+    with pytest.raises(WeightSyncError, match=needs):
+        backend.push(adapter(1) if lora else [("table", torch.zeros(16, 16))], version=1)
+    backend.close()
+
+
+def test_a_closed_backend_refuses_and_lets_waiting_requests_fail(server: FakeVLLM) -> None:
+    backend = connect(server)
+    server.pace_s = 0.1
+
+    async def main() -> None:
+        task = asyncio.create_task(backend.complete(PROMPT, temperature=1.0, max_tokens=48, seed=5))
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(backend.close)
+        with pytest.raises(EngineError, match="closed"):
+            await task
+
+    asyncio.run(main())
+    backend.close()
+    with pytest.raises(EngineError, match="closed"):
+        sample(backend)

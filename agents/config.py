@@ -1,6 +1,7 @@
 """Settings of the rollout side. Free of torch: the command line reads them for `--help`."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from turngym.errors import ConfigError
@@ -20,6 +21,14 @@ class EngineConfig:
 
     urls: tuple[str, ...] = ()
     """vllm: running servers to sample from instead, such as http://localhost:8000."""
+
+    folder: Path | None = None
+    """vllm servers: where weights and adapters are handed over, seen by the servers under the same
+    path; None = shared memory, for servers on this machine."""
+
+    transfer: Literal["file", "nccl", "ipc"] = "file"
+    """vllm servers: how full weights get there. `file` works everywhere; `nccl` (between GPUs) and
+    `ipc` (on one GPU) take vLLM's own weight transfer, which the server must be started for."""
 
     kv_gib: float = 1.0
     """vllm on a CPU: memory for keys and values, GiB."""

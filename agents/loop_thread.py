@@ -36,7 +36,7 @@ class LoopThread:
             EngineError: closed.
             EngineTimeoutError: it took too long.
         """
-        future = self._submit(work)
+        future = self.submit(work)
         try:
             return future.result(timeout_s)
         except concurrent.futures.CancelledError:
@@ -47,26 +47,17 @@ class LoopThread:
             future.cancel()
             raise EngineTimeoutError(f"no answer within {timeout_s:g} s") from None
 
-    async def on_it(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there; cancelling this cancels it.
-
-        Raises:
-            EngineError: closed.
-        """
-        future = self._submit(work)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            if not self._closed:
-                raise
-            raise EngineError(_CLOSED) from None
-
     def post(self, work: Callable[[], None]) -> None:
         """Run a function there soon; never raises."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(work)
 
-    def _submit(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+    def submit(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+        """Start a coroutine there; cancelling the future cancels it.
+
+        Raises:
+            EngineError: closed.
+        """
         if self._closed:
             work.close()
             raise EngineError(_CLOSED)

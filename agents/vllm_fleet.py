@@ -116,10 +116,6 @@ class Fleet:
         if len(self.faults) == len(self._servers):
             raise EngineError(f"no server can be reached: {'; '.join(self.faults.values())}")
 
-    async def reachable(self, work: Callable[[HttpClient], Awaitable[None]]) -> None:
-        """Do a piece of work, which must not raise, on every server that takes requests."""
-        await asyncio.gather(*(work(s.client) for s in self._servers if s.fault is None))
-
     def release(self, session: str) -> None:
         """Forget which server a session sat on."""
         if server := self._seat.pop(session, None):

@@ -1,36 +1,35 @@
 """vLLM servers by URL: tokens over HTTP, on one server or on several that share the load.
 
-Start one with the command in `START`; every request says all of its sampling settings, because a
-server takes what is left unsaid from the model's `generation_config.json`.
+Start one with the command in `vllm_delivery.START`. Every request says all of its sampling
+settings, because a server takes what is left unsaid from the model's `generation_config.json`.
 """
 
 import asyncio
 import contextlib
+import json
 import logging
 import re
-import secrets
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from turngym.agents.handover import Handover
+import numpy as np
+
+from turngym.agents.config import EngineConfig
 from turngym.agents.http_client import HttpClient, RefusedError
 from turngym.agents.loop_thread import LoopThread
+from turngym.agents.vllm_backend import EngineSpec, Sample, SampleRequest
+from turngym.agents.vllm_delivery import START, Current, Delivery
 from turngym.agents.vllm_fleet import Fleet, ServerFaultError
-from turngym.errors import EngineError, WeightSyncError
+from turngym.agents.vllm_transfer import GpuTransfer, ServerControl
+from turngym.errors import ConfigError, EngineError, WeightSyncError
 
-__all__ = ["START", "ServerBackend"]
+__all__ = ["Draft", "ServerBackend"]
 
 logger = logging.getLogger(__name__)
-
-START = (
-    "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 python -m "
-    "vllm.entrypoints.openai.api_server --model MODEL --logprobs-mode processed_logprobs "
-    "--worker-extension-cls turngym.agents.vllm_worker.WeightWorker"
-)
-"""How to start a server that can be trained with (adapters: add --enable-lora)."""
 
 _NEUTRAL = {
     "min_p": 0.0,
@@ -41,9 +40,6 @@ _NEUTRAL = {
     "return_tokens_as_token_ids": True,
 }
 """What every request says: no bend in the distribution, and ids instead of text."""
-
-LOAD_WEIGHTS = "turngym_load_weights"
-"""Method of our worker extension."""
 
 _CHUNK = 16
 """Tokens of one event of a stream: fewer cost the server more, more are lost when it is cut off."""
@@ -59,9 +55,9 @@ class Draft:
     """The likeliest tokens at each place, most likely first."""
 
     finish_reason: str | None = None
-    """`stop`, `length`, or `abort` when `interrupt` cut it off."""
+    """`stop` or `length`, once there is nothing to come."""
 
-    interrupted: bool = False
+    is_interrupted: bool = False
 
     def add(self, choice: dict[str, Any], topk: int) -> None:
         """Take one event of a stream."""
@@ -78,17 +74,36 @@ class Draft:
         """Begin anew, on another server."""
         self.ids, self.logp, self.tops, self.finish_reason = [], [], [], None
 
+    def sample(self, version: int, topk: int) -> Sample:
+        """Return what there is."""
+        ids = [[id for id, _ in top] for top in self.tops]
+        logp = [[p for _, p in top] for top in self.tops]
+        return Sample(
+            ids=np.array(self.ids, np.int32),
+            logp=np.array(self.logp, np.float32),
+            finish_reason="stop"
+            if self.finish_reason == "stop"
+            else "length"
+            if self.finish_reason
+            else "abort",
+            version=version,
+            topk_ids=np.array(ids, np.int32).reshape(-1, topk) if topk else None,
+            topk_logp=np.array(logp, np.float32).reshape(-1, topk) if topk else None,
+        )
+
 
 class ServerBackend:
     """Samples from vLLM servers and brings them weights. Thread-safe.
 
     Args:
         urls: addresses of servers of the same model.
+        max_context: most tokens of a context; None = what the servers allow.
         timeout_s: seconds without a token, or for another call, after which a server has failed.
         api_key: bearer token of the servers; None = none.
         folder: where weights are handed over, seen by the servers under the same path; None =
             shared memory, for servers on this machine.
         alpha: scale of adapters, see `Handover.adapter`.
+        transfer: how full weights travel: as a file, or from GPU to GPU.
 
     Raises:
         EngineError: no server can be reached, they serve different models, one is paused, ...
@@ -98,140 +113,177 @@ class ServerBackend:
         self,
         urls: Sequence[str],
         *,
+        max_context: int | None = None,
         timeout_s: float = 120.0,
         api_key: str | None = None,
         folder: Path | None = None,
         alpha: float | None = None,
+        transfer: Literal["file", "nccl", "ipc"] = "file",
     ) -> None:
         if not urls:
-            raise EngineError("name at least one server")
+            raise ConfigError("name at least one server")
         self._timeout_s = timeout_s
-        self._folder = folder
-        self._alpha = alpha
-        self._handover: Handover | None = None
-        self._run = secrets.token_hex(4)
         self._model = self.model_path = ""
-        self.max_context = 0
+        self._max_context = max_context or 1 << 62
+        self._vocab = 0
+        self._is_closed = False
         self._processed = False
-        self._label: str | None = None
-        self._adapter: tuple[str, Path] | None = None
         self._drafts: dict[asyncio.Task[Any], Draft] = {}
         self._loop = LoopThread("turngym-vllm-http")
         clients = [HttpClient(url, api_key=api_key) for url in urls]
         self._fleet = Fleet(clients, ready=self._ready, timeout_s=timeout_s)
+        gpus = None
+        if transfer != "file":
+            control = ServerControl(self.everywhere, timeout_s=timeout_s)
+            gpus = GpuTransfer(transfer, control, timeout_s=timeout_s)
+        self._delivery = Delivery(
+            self.everywhere, timeout_s=timeout_s, folder=folder, alpha=alpha, transfer=gpus
+        )
         try:
-            self._loop.call(self._fleet.everywhere(self._meet), 2 * timeout_s)
+            self.everywhere(self._meet)
+            self._vocab = self._loop.call(self._fleet.do(self._count_ids), 2 * timeout_s)
         except BaseException:
             self.close()
             raise
 
-    async def complete(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        temperature: float,
-        max_tokens: int,
-        seed: int,
-        stop_ids: Sequence[int] = (),
-        top_p: float = 1.0,
-        top_k: int = 0,
-        topk: int = 0,
-        session: str = "",
-    ) -> Draft:
-        """Sample one completion with the current weights.
-
-        Args:
-            prompt_ids: the whole context.
-            temperature: 0 = greedy.
-            max_tokens: most tokens; fewer when the context is full.
-            seed: makes the draw reproducible, whichever server it falls to.
-            stop_ids: sampling ends after one of these, and only then.
-            top_p: see `Sampling`.
-            top_k: see `Sampling`.
-            topk: likeliest tokens recorded with each one.
-            session: stays on the server that it began on while that one is healthy.
+    @classmethod
+    def open(cls, engine: EngineConfig, spec: EngineSpec) -> "ServerBackend":
+        """Connect to the servers that the settings name.
 
         Raises:
-            EngineError: the servers refuse the request, or none of them answers.
+            ConfigError: they cannot do what is asked, or serve another model.
+            EngineError: see the class.
         """
-        if temperature not in (0, 1) and not self._processed:
-            raise EngineError(
-                f"temperature {temperature:g} needs log-probabilities that know of it, and the "
-                f"server gives raw ones: start it with --logprobs-mode processed_logprobs ({START})"
-            )
-        body = {
-            "prompt": [int(id) for id in prompt_ids],
-            "max_tokens": max_tokens,
-            "seed": seed,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            **_NEUTRAL,
-            "ignore_eos": True,
-            "stop_token_ids": [int(id) for id in stop_ids],
-            "logprobs": topk,
-            "stream": True,
-            "stream_interval": _CHUNK,
-        }
-        return await self._loop.on_it(self._complete(body, topk, session))
+        if spec.deterministic:
+            raise ConfigError("deterministic runs sample in process; leave out engine.urls")
+        backend = cls(
+            engine.urls,
+            max_context=spec.max_context,
+            timeout_s=engine.timeout_s,
+            alpha=spec.alpha if spec.lora_rank else None,
+            folder=engine.folder,
+            transfer=engine.transfer,
+        )
+        config = spec.model_path / "config.json"
+        if config.is_file():
+            vocab = json.loads(config.read_text(encoding="utf-8")).get("vocab_size", backend.vocab)
+            if vocab != backend.vocab:
+                backend.close()
+                raise ConfigError(
+                    f"the servers' model {backend.model_path} has {backend.vocab} token ids, "
+                    f"{spec.model_path} has {vocab}: start them with the model that trains"
+                )
+        return backend
 
-    async def _complete(self, body: dict[str, Any], topk: int, session: str) -> Draft:
+    @property
+    def max_context(self) -> int:
+        """Most tokens a context may hold, completion included."""
+        return self._max_context
+
+    @property
+    def vocab(self) -> int:
+        """Number of token ids."""
+        return self._vocab
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights in use."""
+        return self._delivery.current.version
+
+    def submit(self, request: SampleRequest) -> "Future[Sample]":
+        """Have a server sample; the answer does not depend on which. See `Backend.submit`."""
+        return self._loop.submit(self._complete(request))
+
+    async def _complete(self, request: SampleRequest) -> Sample:
         task = asyncio.current_task()
         assert task is not None
         draft = self._drafts[task] = Draft()
+        wanted, topk = self._delivery.current, request.topk
+        if wanted.version != request.version:
+            raise WeightSyncError(
+                f"policy version {request.version} was asked for, the servers have version "
+                f"{wanted.version}"
+            )
+        body = self._body(request)
         try:
             await self._fleet.do(
-                lambda client: self._sample(client, body, draft, topk), session=session
+                lambda client: self._sample(client, body, wanted, draft, topk),
+                session=request.session,
             )
         except asyncio.CancelledError:
-            if not draft.interrupted:
+            if self._is_closed:
+                raise EngineError("the connection to the servers was closed") from None
+            if not draft.is_interrupted:
                 raise
-            draft.finish_reason = "abort"
         finally:
             del self._drafts[task]
-        return draft
+        return draft.sample(wanted.version, topk)
+
+    def _body(self, request: SampleRequest) -> dict[str, Any]:
+        sampling = request.sampling
+        if sampling.temperature not in (0, 1) and not self._processed:
+            raise EngineError(
+                f"temperature {sampling.temperature:g} needs log-probabilities that know of it, "
+                "and a server gives raw ones: start it with --logprobs-mode processed_logprobs "
+                f"({START})"
+            )
+        return {
+            "prompt": [int(id) for id in request.ids],
+            "max_tokens": sampling.max_tokens,
+            "seed": request.seed,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            **_NEUTRAL,
+            "ignore_eos": True,
+            "stop_token_ids": [int(id) for id in sampling.stop_ids],
+            "logprobs": request.topk,
+            "stream": True,
+            "stream_interval": _CHUNK,
+        }
 
     async def _sample(
-        self, client: HttpClient, body: dict[str, Any], draft: Draft, topk: int
+        self,
+        client: HttpClient,
+        body: dict[str, Any],
+        wanted: Current,
+        draft: Draft,
+        topk: int,
     ) -> None:
         """Fill a draft on one server."""
         draft.clear()
-        label = self._label
-        named = {"model": self._adapter[0] if self._adapter else self._model}
-        salt = {"cache_salt": label} if label is not None else {}
-        events = client.events("/v1/completions", named | salt | body, silence_s=self._timeout_s)
+        fields = wanted.fields(self._model)
+        events = client.events("/v1/completions", fields | body, silence_s=self._timeout_s)
         try:
             async with aclosing(events):
                 async for event in events:
                     if event["choices"]:
                         draft.add(event["choices"][0], topk)
-        except RefusedError as error:
-            raise self._explained(error, named["model"]) from error
+            if draft.finish_reason not in ("stop", "length"):
+                raise ServerFaultError(f"{client.url} ended a request by {draft.finish_reason!r}")
+            await self._delivery.confirm(client, wanted)
         except asyncio.CancelledError:
-            if draft.interrupted:
-                with contextlib.suppress(EngineError):
-                    await self._confirm(client, label)
-                    raise
-                draft.clear()
+            if draft.is_interrupted:
+                try:
+                    await self._delivery.confirm(client, wanted)
+                except EngineError:
+                    draft.clear()
             raise
-        if draft.finish_reason not in ("stop", "length"):
-            raise ServerFaultError(f"{client.url} ended a request by {draft.finish_reason!r}")
-        await self._confirm(client, label)
+        except EngineError as error:
+            draft.clear()
+            if isinstance(error, RefusedError):
+                raise self._explained(error, fields["model"]) from error
+            raise
 
     def interrupt(self) -> None:
-        """End what is being sampled; `complete` returns the tokens so far, `abort` as reason.
+        """Give back what is being sampled, with the tokens that have come; see `Backend`."""
 
-        Blocks until it is so.
-        """
-
-        async def stop() -> None:
-            tasks = list(self._drafts)
-            for task in tasks:
-                self._drafts[task].interrupted = True
+        def stop() -> None:
+            for task, draft in self._drafts.items():
+                draft.is_interrupted = True
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
-        self._loop.call(stop(), self._timeout_s)
+        self._loop.post(stop)
 
     @property
     def faults(self) -> dict[str, str]:
@@ -239,13 +291,13 @@ class ServerBackend:
         return self._fleet.faults
 
     def release(self, session: str) -> None:
-        """Forget a session. Thread-safe, returns at once."""
+        """Forget a session. Returns at once."""
         self._loop.post(lambda: self._fleet.release(session))
 
-    def push(self, named: Iterable[tuple[str, Any]], *, version: int) -> None:
-        """Bring weights, or adapters, to every server that can be reached; blocks.
+    def load(self, named: Sequence[tuple[str, Any]], *, version: int) -> None:
+        """Bring weights, or adapters, to every server that can be reached; see `Backend.load`.
 
-        Nothing may be sampled meanwhile (see `interrupt`). Servers out of reach get them when they
+        Servers out of reach get them when they
         come back (adapters) or with the next update (weights), and take no requests until then.
 
         Args:
@@ -256,69 +308,11 @@ class ServerBackend:
             WeightSyncError: a server refused them, none could be reached, or they could not be
                 written. Adapters: the ones before stay in use.
         """
-        tensors = dict(named)
-        handover = self._handover = self._handover or Handover(self._folder)
-        if any(".lora_A." in name for name in tensors):
-            self._push_adapter(
-                handover.adapter(tensors.items(), version, alpha=self._alpha), version
-            )
-            return
-        label = f"{self._run}-{version}"
-        with handover.weights(tensors.items(), version) as path:
+        self._delivery.bring(named, version=version)
 
-            async def load(client: HttpClient) -> None:
-                call = {"method": LOAD_WEIGHTS, "args": [str(path)]}
-                await client.call("/collective_rpc", call, timeout_s=self._timeout_s)
-                await client.call(
-                    "/update_weight_version", {"new_version": label}, timeout_s=self._timeout_s
-                )
-
-            self._bring(load, version, "VLLM_SERVER_DEV_MODE=1 and our worker extension")
-        self._label = label
-
-    def _push_adapter(self, folder: Path, version: int) -> None:
-        assert self._handover is not None
-        before, name = self._adapter, f"policy-{self._run}@{version}"
-        try:
-            self._bring(
-                lambda client: self._load_adapter(client, name, folder),
-                version,
-                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora",
-            )
-        except WeightSyncError:
-            self._loop.call(self._unload(name), 2 * self._timeout_s)
-            self._handover.drop(folder)
-            raise
-        self._adapter = (name, folder)
-        if before is not None:
-            self._loop.call(self._unload(before[0]), 2 * self._timeout_s)
-            self._handover.drop(before[1])
-
-    def _bring(
-        self, deliver: Callable[[HttpClient], Coroutine[Any, Any, None]], version: int, needs: str
-    ) -> None:
-        try:
-            self._loop.call(self._fleet.everywhere(deliver), 2 * self._timeout_s)
-        except RefusedError as error:
-            hint = f"; the server needs {needs}: {START}" if error.status in (404, 405) else ""
-            raise WeightSyncError(f"version {version} was not taken: {error}{hint}") from error
-        except EngineError as error:
-            raise WeightSyncError(f"version {version} was not delivered: {error}") from error
-
-    async def _load_adapter(self, client: HttpClient, name: str, folder: Path) -> None:
-        asked = {"lora_name": name, "lora_path": str(folder)}
-        await client.text("/v1/load_lora_adapter", asked, timeout_s=self._timeout_s)
-
-    async def _unload(self, name: str) -> None:
-        """Best effort: an adapter left on a server costs memory, nothing else."""
-
-        async def unload(client: HttpClient) -> None:
-            with contextlib.suppress(EngineError):
-                await client.text(
-                    "/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=self._timeout_s
-                )
-
-        await self._fleet.reachable(unload)
+    def everywhere(self, work: Callable[[HttpClient], Awaitable[None]]) -> None:
+        """Do something on every server and wait; see `Fleet.everywhere`."""
+        self._loop.call(self._fleet.everywhere(work), 2 * self._timeout_s)
 
     async def _meet(self, client: HttpClient) -> None:
         """Learn what a server serves; refuse one that cannot stand in for the others."""
@@ -338,7 +332,7 @@ class ServerBackend:
             )
         first = not self._model
         self._model, self.model_path = model, root
-        self.max_context = room if first else min(room, self.max_context)
+        self._max_context = min(room, self._max_context)
         with contextlib.suppress(RefusedError):  # not a development server: it cannot be paused
             state = await client.call("/is_paused", timeout_s=self._timeout_s)
             if state["is_paused"]:
@@ -357,30 +351,26 @@ class ServerBackend:
             likeliest.append(max(found.values()))
         return abs(likeliest[0] - likeliest[1]) > 1e-6
 
+    async def _count_ids(self, client: HttpClient) -> int:
+        """Return the size of the vocabulary, which a server only tells when it refuses an id."""
+        body = {"model": self._model, "prompt": [0], "max_tokens": 1, "stop_token_ids": [1 << 30]}
+        try:
+            await client.call("/v1/completions", body, timeout_s=self._timeout_s)
+        except RefusedError as error:
+            if found := re.search(r"[Vv]ocab\w* size\D{0,3}(\d+)", error.text):
+                return int(found[1])
+            raise
+        raise EngineError(f"{client.url} takes token ids that no vocabulary has; is it vLLM?")
+
     async def _ready(self, client: HttpClient) -> None:
         """Let a server that failed come back, with the current weights."""
         await self._meet(client)
-        if self._adapter is not None:
-            listed = await client.call("/v1/models", timeout_s=self._timeout_s)
-            if self._adapter[0] not in [card["id"] for card in listed["data"]]:
-                await self._load_adapter(client, *self._adapter)
-        await self._confirm(client, self._label)
-
-    async def _confirm(self, client: HttpClient, label: str | None) -> None:
-        """Raise where a server no longer has the weights that it was given."""
-        if label is None:
-            return
-        told = await client.call("/weight_info", timeout_s=self._timeout_s)
-        if told["weight_version"] != label:
-            raise ServerFaultError(
-                f"{client.url} has weights {told['weight_version']!r} instead of {label!r} (was it "
-                "restarted?): it is left out until the next update"
-            )
+        await self._delivery.restore(client)
 
     def _explained(self, error: RefusedError, model: str) -> EngineError:
         """Say what a refusal means."""
         if error.status == 404 and "does not exist" in error.text:
-            if self._adapter is not None:
+            if self._delivery.current.adapter is not None:
                 return ServerFaultError(f"the server lost adapter {model!r}: {error}")
             return EngineError(f"the servers no longer serve {model!r}: {error}")
         if found := re.search(r"[Tt]oken.id\D{0,4}(\d+).*out.of.vocab", error.text):
@@ -394,9 +384,7 @@ class ServerBackend:
 
     def close(self) -> None:
         """Let go of the servers, which run on; requests in flight fail. Idempotent."""
-        with contextlib.suppress(EngineError):
-            if self._adapter is not None:
-                self._loop.call(self._unload(self._adapter[0]), 5.0)
-        self._loop.close()
-        if self._handover is not None:
-            self._handover.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self._delivery.close()
+            self._loop.close()

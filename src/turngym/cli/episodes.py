@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from turngym.agents.config import RolloutConfig
+from turngym.agents.config import EngineConfig, RolloutConfig
 from turngym.cli.env_options import (
     chosen_kwargs,
     find_env,
@@ -45,7 +45,10 @@ class EpisodesConfig:
     """Environment; also the first positional argument."""
 
     policy: str = ""
-    """`oracle`, `random`, a model's folder or hub id, or `openai:URL`."""
+    """`oracle`, `random`, a model's folder or hub id, `vllm:URL[,URL]`, or `openai:URL`."""
+
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer; None = the model's own."""
 
     split: str = "eval"
     """Which tasks: train, eval or test."""
@@ -56,6 +59,7 @@ class EpisodesConfig:
     seed: int = 0
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(group_size=1))
     model: PolicyOptions = field(default_factory=PolicyOptions)
+    engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
         if self.tasks is not None and self.tasks < 1:
@@ -84,7 +88,9 @@ def open_engine(
 
     source = EnvSource(config.env_id, env_kwargs, config.split)
     with (
-        open_policy(config.policy, config.model, config.rollout) as factory,
+        open_policy(
+            config.policy, config.model, config.rollout, config.engine, tokenizer=config.tokenizer
+        ) as factory,
         RolloutEngine(
             source, factory, config.rollout, seed=config.seed, progress=advance
         ) as engine,

@@ -1,6 +1,5 @@
-import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -8,7 +7,9 @@ import pytest
 import torch
 from fake_vllm import FakeVLLM, break_off, fail, hang, log_softmax, make_table, serving
 
-from turngym.agents.vllm_server import Draft, ServerBackend
+from turngym.agents.base import Sampling
+from turngym.agents.vllm_backend import Sample, SampleRequest
+from turngym.agents.vllm_server import ServerBackend
 from turngym.errors import EngineError, WeightSyncError
 
 PROMPT = [1, 2, 3]
@@ -24,12 +25,44 @@ def connect(*servers: FakeVLLM, timeout_s: float = 5.0) -> ServerBackend:
     return ServerBackend([one.url for one in servers], timeout_s=timeout_s)
 
 
-def sample(backend: ServerBackend, prompt: list[int] = PROMPT, **options: Any) -> Draft:
-    settings = {"temperature": 1.0, "max_tokens": 8, "seed": 5} | options
-    return asyncio.run(backend.complete(prompt, **settings))
+def request(
+    prompt: list[int] = PROMPT,
+    *,
+    seed: int = 5,
+    topk: int = 0,
+    version: int = 0,
+    session: str = "",
+    **sampling: Any,
+) -> SampleRequest:
+    settings = Sampling(**({"max_tokens": 8} | sampling))
+    return SampleRequest(
+        ids=prompt, sampling=settings, seed=seed, version=version, topk=topk, session=session
+    )
 
 
-def expected(table: Any, ids: list[int], temperature: float = 1.0) -> list[float]:
+def sample(backend: ServerBackend, prompt: list[int] = PROMPT, **options: Any) -> Sample:
+    asked = request(prompt, version=backend.version, **options)
+    return backend.submit(asked).result(20)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def seat_of(servers: list[FakeVLLM]) -> FakeVLLM:
+    """The one server that has sampled with the usual seed."""
+    (found,) = [one for one in servers if any(body.get("seed") == 5 for body in one.seen)]
+    return found
+
+
+def facts(found: Sample) -> tuple[Any, ...]:
+    return found.ids.tolist(), found.logp.tolist(), found.finish_reason
+
+
+def expected(table: Any, ids: Any, temperature: float = 1.0) -> list[float]:
     """Log-probabilities of tokens after the prompt."""
     before = [PROMPT[-1], *ids[:-1]]
     return [float(log_softmax(table[a], temperature)[b]) for a, b in zip(before, ids, strict=True)]
@@ -37,14 +70,17 @@ def expected(table: Any, ids: list[int], temperature: float = 1.0) -> list[float
 
 def test_tokens_come_with_their_log_probabilities(server: FakeVLLM) -> None:
     backend = connect(server)
-    draft = sample(backend, temperature=0.7, max_tokens=40, topk=2)
-    assert len(draft.ids) == 40
-    assert draft.finish_reason == "length"
-    np.testing.assert_allclose(draft.logp, expected(server.table, draft.ids, 0.7), atol=1e-9)
-    assert [len(top) for top in draft.tops] == [2] * 40
-    assert all(top[0][1] >= top[1][1] for top in draft.tops)
-    assert sample(backend, temperature=0.7, max_tokens=40, topk=2) == draft
-    assert sample(backend, temperature=0.7, max_tokens=40, seed=6).ids != draft.ids
+    found = sample(backend, temperature=0.7, max_tokens=40, topk=2)
+    assert len(found.ids) == 40
+    assert found.finish_reason == "length"
+    np.testing.assert_allclose(found.logp, expected(server.table, found.ids, 0.7), atol=1e-6)
+    assert found.topk_ids is not None
+    assert found.topk_logp is not None
+    assert found.topk_ids.shape == (40, 2)
+    assert (found.topk_logp[:, 0] >= found.topk_logp[:, 1]).all()
+    again = sample(backend, temperature=0.7, max_tokens=40, topk=2)
+    assert facts(again) == facts(found)
+    assert facts(sample(backend, temperature=0.7, max_tokens=40, seed=6)) != facts(found)
     backend.close()
 
 
@@ -62,13 +98,13 @@ def test_pushed_weights_are_sampled_from_under_a_salt_of_their_own(server: FakeV
     backend = connect(server)
     for version in (1, 2):
         table = make_table(version)
-        backend.push([("table", torch.from_numpy(table))], version=version)
-        draft = sample(backend)
-        np.testing.assert_allclose(draft.logp, expected(table, draft.ids), atol=1e-6)
+        backend.load([("table", torch.from_numpy(table))], version=version)
+        found = sample(backend)
+        np.testing.assert_allclose(found.logp, expected(table, found.ids), atol=1e-6)
     salts = [body.get("cache_salt") for body in server.seen[-2:]]
     assert len(set(salts)) == 2
     other = connect(server)
-    other.push([("table", torch.from_numpy(make_table(1)))], version=1)
+    other.load([("table", torch.from_numpy(make_table(1)))], version=1)
     sample(other)
     assert server.seen[-1]["cache_salt"] not in salts
     backend.close()
@@ -88,10 +124,10 @@ def test_adapters_are_named_by_version_and_the_old_one_leaves(server: FakeVLLM) 
     backend = connect(server)
     for version in (1, 2):
         (_, a), (_, b) = pushed = adapter(version)
-        backend.push(pushed, version=version)
-        draft = sample(backend)
+        backend.load(pushed, version=version)
+        found = sample(backend)
         table = server.disk + 2 * (b @ a).numpy()
-        np.testing.assert_allclose(draft.logp, expected(table, draft.ids), atol=1e-5)
+        np.testing.assert_allclose(found.logp, expected(table, found.ids), atol=1e-5)
     (name,) = server.adapters
     assert name.endswith("@2")
     backend.close()
@@ -102,41 +138,25 @@ def test_interrupted_requests_keep_their_tokens(server: FakeVLLM) -> None:
     backend = connect(server)
     whole = sample(backend, max_tokens=48)
     server.pace_s = 0.02
-
-    async def main() -> list[Draft]:
-        tasks = [
-            asyncio.create_task(backend.complete(PROMPT, temperature=1.0, max_tokens=48, seed=5))
-            for _ in range(3)
-        ]
-        await asyncio.sleep(0.5)
-        await asyncio.to_thread(backend.interrupt)
-        return await asyncio.gather(*tasks)
-
-    for draft in asyncio.run(main()):
-        assert draft.finish_reason == "abort"
-        assert 0 < len(draft.ids) < 48
-        assert draft.ids == whole.ids[: len(draft.ids)]
-    deadline = time.monotonic() + 5
-    while server.running and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not server.running
+    futures = [backend.submit(request(max_tokens=48)) for _ in range(3)]
+    time.sleep(0.5)
+    backend.interrupt()
+    for future in futures:
+        found = future.result(5)
+        assert found.finish_reason == "abort"
+        assert 0 < len(found.ids) < 48
+        assert found.ids.tolist() == whole.ids[: len(found.ids)].tolist()
+    wait_until(lambda: not server.running)
     backend.close()
 
 
 def test_a_cancelled_request_is_dropped_by_the_server(server: FakeVLLM) -> None:
     backend = connect(server)
     server.pace_s = 0.05
-
-    async def main() -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.3):
-                await backend.complete(PROMPT, temperature=1.0, max_tokens=48, seed=5)
-
-    asyncio.run(main())
-    deadline = time.monotonic() + 5
-    while server.running and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not server.running
+    future = backend.submit(request(max_tokens=48))
+    wait_until(lambda: server.running == 1)
+    future.cancel()
+    wait_until(lambda: not server.running)
     backend.close()
 
 
@@ -147,7 +167,7 @@ def test_what_a_server_fails_at_is_done_again_with_the_same_result(
     backend = connect(server)
     whole = sample(backend)
     server.faults["/v1/completions"] = [fault]
-    assert sample(backend) == whole
+    assert facts(sample(backend)) == facts(whole)
     backend.close()
 
 
@@ -155,7 +175,7 @@ def test_a_stream_that_is_cut_off_is_begun_again(server: FakeVLLM) -> None:
     backend = connect(server)
     whole = sample(backend, max_tokens=40)
     server.faults["stream"] = [17]
-    assert sample(backend, max_tokens=40) == whole
+    assert facts(sample(backend, max_tokens=40)) == facts(whole)
     backend.close()
 
 
@@ -163,18 +183,12 @@ def test_another_server_takes_over_when_one_dies_in_the_middle() -> None:
     with serving(2) as servers:
         backend = connect(*servers)
         whole = sample(backend, max_tokens=48, session="a")
-        first = next(one for one in servers if len(one.seen) > 2)
+        first = seat_of(servers)
         first.pace_s = 0.05
-
-        async def main() -> Draft:
-            task = asyncio.create_task(
-                backend.complete(PROMPT, temperature=1.0, max_tokens=48, seed=5, session="a")
-            )
-            await asyncio.sleep(0.4)
-            await asyncio.to_thread(first.stop)
-            return await task
-
-        assert asyncio.run(main()) == whole
+        future = backend.submit(request(max_tokens=48, session="a"))
+        wait_until(lambda: first.running == 1)
+        first.stop()
+        assert facts(future.result(10)) == facts(whole)
         backend.close()
 
 
@@ -183,35 +197,26 @@ def test_requests_spread_over_servers_and_sessions_stay() -> None:
         for one in servers:
             one.pace_s = 0.01
         backend = connect(*servers)
-        start = [len(one.seen) for one in servers]
-
-        async def turn() -> None:
-            await asyncio.gather(
-                *(
-                    backend.complete([n], temperature=1.0, max_tokens=8, seed=n, session=str(n))
-                    for n in range(8)
-                )
-            )
-
-        asyncio.run(turn())
-        asyncio.run(turn())
-        asked = [
-            [body["prompt"][0] for body in one.seen[n:]]
-            for one, n in zip(servers, start, strict=True)
-        ]
-        assert [len(set(prompts)) for prompts in asked] == [4, 4]
-        assert all(prompts.count(n) == 2 for prompts in asked for n in prompts)
+        for _ in range(2):
+            futures = [
+                backend.submit(request([n], seed=100 + n, session=str(n))) for n in range(8)
+            ]
+            for future in futures:
+                future.result(10)
+        seeds = [[body["seed"] for body in one.seen if body.get("seed", 0) >= 100] for one in servers]
+        assert [len(set(found)) for found in seeds] == [4, 4]
+        assert all(found.count(seed) == 2 for found in seeds for seed in found)
         backend.close()
 
 
 def test_a_restarted_server_gets_its_adapter_back() -> None:
     with serving() as (server,):
         backend = connect(server)
-        backend.push(adapter(1), version=1)
+        backend.load(adapter(1), version=1)
         whole = sample(backend)
         server.stop()
         server.start()
-        assert sample(backend) == whole
+        assert facts(sample(backend)) == facts(whole)
         backend.close()
 
 
@@ -219,15 +224,15 @@ def test_a_restarted_server_is_left_out_until_it_has_the_weights_again() -> None
     with serving(2) as servers:
         backend = connect(*servers)
         table = make_table(1)
-        backend.push([("table", torch.from_numpy(table))], version=1)
+        backend.load([("table", torch.from_numpy(table))], version=1)
         whole = sample(backend, session="a")
-        seat = next(one for one in servers if len(one.seen) > 2)
+        seat = seat_of(servers)
         seat.stop()
         seat.start()
-        assert sample(backend, session="a") == whole
+        assert facts(sample(backend, session="a")) == facts(whole)
         assert len(backend.faults) == 1
         assert "instead of" in next(iter(backend.faults.values()))
-        backend.push([("table", torch.from_numpy(table))], version=2)
+        backend.load([("table", torch.from_numpy(table))], version=2)
         assert not backend.faults
         backend.close()
 
@@ -254,8 +259,8 @@ def test_what_a_server_refuses_is_told_in_its_words_and_not_tried_again(
 def test_raw_log_probabilities_are_refused_at_other_temperatures(server: FakeVLLM) -> None:
     server.mode = "raw"
     backend = connect(server)
-    draft = sample(backend)
-    np.testing.assert_allclose(draft.logp, expected(server.table, draft.ids), atol=1e-9)
+    found = sample(backend)
+    np.testing.assert_allclose(found.logp, expected(server.table, found.ids), atol=1e-6)
     with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
         sample(backend, temperature=0.5)
     backend.close()
@@ -302,19 +307,19 @@ def test_servers_of_different_models_are_refused() -> None:
 
 def test_a_refused_adapter_leaves_the_old_one_in_use(server: FakeVLLM) -> None:
     backend = connect(server)
-    backend.push(adapter(1), version=1)
+    backend.load(adapter(1), version=1)
     whole = sample(backend)
     server.faults["/v1/load_lora_adapter"] = [fail(500, "no slot left")]
     with pytest.raises(WeightSyncError, match=r"version 2 was not taken.*no slot left"):
-        backend.push(adapter(2), version=2)
-    assert sample(backend) == whole
+        backend.load(adapter(2), version=2)
+    assert facts(sample(backend)) == facts(whole)
     backend.close()
 
 
 def test_weights_of_the_wrong_shape_are_refused_in_the_servers_words(server: FakeVLLM) -> None:
     backend = connect(server)
     with pytest.raises(WeightSyncError, match=r"shape \(3, 3\) does not fit"):
-        backend.push([("table", torch.zeros(3, 3))], version=1)
+        backend.load([("table", torch.zeros(3, 3))], version=1)
     backend.close()
 
 
@@ -324,22 +329,18 @@ def test_a_server_that_takes_no_weights_says_how_to_start_it(server: FakeVLLM, l
     backend = connect(server)
     needs = "VLLM_ALLOW_RUNTIME_LORA_UPDATING" if lora else "VLLM_SERVER_DEV_MODE"
     with pytest.raises(WeightSyncError, match=needs):
-        backend.push(adapter(1) if lora else [("table", torch.zeros(16, 16))], version=1)
+        backend.load(adapter(1) if lora else [("table", torch.zeros(16, 16))], version=1)
     backend.close()
 
 
 def test_a_closed_backend_refuses_and_lets_waiting_requests_fail(server: FakeVLLM) -> None:
     backend = connect(server)
     server.pace_s = 0.1
-
-    async def main() -> None:
-        task = asyncio.create_task(backend.complete(PROMPT, temperature=1.0, max_tokens=48, seed=5))
-        await asyncio.sleep(0.2)
-        await asyncio.to_thread(backend.close)
-        with pytest.raises(EngineError, match="closed"):
-            await task
-
-    asyncio.run(main())
+    future = backend.submit(request(max_tokens=48))
+    wait_until(lambda: server.running == 1)
+    backend.close()
+    with pytest.raises(EngineError, match="closed"):
+        future.result(5)
     backend.close()
     with pytest.raises(EngineError, match="closed"):
         sample(backend)

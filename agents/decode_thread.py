@@ -6,12 +6,13 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
-from turngym.errors import EngineError
+from turngym.errors import EngineError, EngineTimeoutError
 
 __all__ = ["StepThread", "fail"]
 
@@ -78,11 +79,16 @@ class StepThread:
                 self._thread = threading.Thread(target=self._main, name="sampler", daemon=True)
                 self._thread.start()
 
-    def call(self, function: Callable[[], T]) -> T:
+    def call(self, function: Callable[[], T], *, timeout_s: float | None = None) -> T:
         """Run a function between two steps; return what it returns.
+
+        Args:
+            function: to run.
+            timeout_s: most seconds to wait; None = no limit.
 
         Raises:
             EngineError: the thread has failed or was closed.
+            EngineTimeoutError: it did not answer in time; it may still run the function later.
         """
         if self._parked_for == threading.get_ident():
             return function()
@@ -95,7 +101,14 @@ class StepThread:
                 future.set_exception(error)
 
         self.post(run, future)
-        return future.result()
+        try:
+            return future.result(timeout_s)
+        except FutureTimeoutError as error:
+            if future.done():
+                raise
+            raise EngineTimeoutError(
+                f"the sampling thread did not answer within {timeout_s:g} s"
+            ) from error
 
     @contextlib.contextmanager
     def parked(self) -> Iterator[None]:
@@ -117,14 +130,18 @@ class StepThread:
         finally:
             leave.set()
 
-    def close(self) -> None:
-        """End the thread and fail what is in flight. Closing twice is fine."""
+    def close(self, *, timeout_s: float | None = None) -> None:
+        """End the thread and fail what is in flight. Closing twice is fine.
+
+        Args:
+            timeout_s: most seconds to wait for the step that is running; None = no limit.
+        """
         with self._lock:
             self._stopping = True
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             self._inbox.put(_Job(lambda: None))
-            thread.join()
+            thread.join(timeout_s)
 
     def _main(self) -> None:
         cause = EngineError("the policy was closed while this was in flight")

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -93,87 +93,59 @@ class Draft:
 
 
 class ServerBackend:
-    """Samples from vLLM servers and brings them weights. Thread-safe.
+    """Samples from vLLM servers and brings them weights; a `Backend`.
 
     Args:
-        urls: addresses of servers of the same model.
-        max_context: most tokens of a context; None = what the servers allow.
-        timeout_s: seconds without a token, or for another call, after which a server has failed.
+        engine: addresses of servers of one model, and how weights travel. `timeout_s` is what a
+            server may take for a call, or between two tokens.
+        spec: what the trainer expects of them; None = nothing.
         api_key: bearer token of the servers; None = none.
-        folder: where weights are handed over, seen by the servers under the same path; None =
-            shared memory, for servers on this machine.
-        alpha: scale of adapters, see `Handover.adapter`.
-        transfer: how full weights travel: as a file, or from GPU to GPU.
 
     Raises:
-        EngineError: no server can be reached, they serve different models, one is paused, ...
+        ConfigError: the servers cannot do what is asked, or serve another model than the trainer's.
+        EngineError: none can be reached, they serve different models, one is paused, ...
     """
 
     def __init__(
         self,
-        urls: Sequence[str],
+        engine: EngineConfig,
+        spec: EngineSpec | None = None,
         *,
-        max_context: int | None = None,
-        timeout_s: float = 120.0,
         api_key: str | None = None,
-        folder: Path | None = None,
-        alpha: float | None = None,
-        transfer: Literal["file", "nccl", "ipc"] = "file",
     ) -> None:
-        if not urls:
-            raise ConfigError("name at least one server")
-        self._timeout_s = timeout_s
+        if not engine.urls:
+            raise ConfigError("engine.urls names no server")
+        if spec is not None and spec.deterministic:
+            raise ConfigError("deterministic runs sample in process; leave out engine.urls")
+        self._timeout_s = engine.timeout_s
         self._model = self.model_path = ""
-        self._max_context = max_context or 1 << 62
+        self._max_context = (spec and spec.max_context) or 1 << 62
         self._vocab = 0
         self._is_closed = False
         self._processed = False
         self._drafts: dict[asyncio.Task[Any], Draft] = {}
         self._loop = LoopThread("turngym-vllm-http")
-        clients = [HttpClient(url, api_key=api_key) for url in urls]
-        self._fleet = Fleet(clients, ready=self._ready, timeout_s=timeout_s)
-        gpus = None
-        if transfer != "file":
-            control = ServerControl(self.everywhere, timeout_s=timeout_s)
-            gpus = GpuTransfer(transfer, control, timeout_s=timeout_s)
+        clients = [HttpClient(url, api_key=api_key) for url in engine.urls]
+        self._fleet = Fleet(clients, ready=self._ready, timeout_s=engine.timeout_s)
+        transfer = None
+        if engine.transfer != "file":
+            control = ServerControl(self.everywhere, timeout_s=engine.timeout_s)
+            transfer = GpuTransfer(engine.transfer, control, timeout_s=engine.timeout_s)
         self._delivery = Delivery(
-            self.everywhere, timeout_s=timeout_s, folder=folder, alpha=alpha, transfer=gpus
+            self.everywhere,
+            timeout_s=engine.timeout_s,
+            folder=engine.folder,
+            alpha=None if spec is None else spec.lora_alpha,
+            transfer=transfer,
         )
         try:
             self.everywhere(self._meet)
-            self._vocab = self._loop.call(self._fleet.do(self._count_ids), 2 * timeout_s)
+            self._vocab = self._loop.call(self._fleet.do(self._count_ids), 2 * engine.timeout_s)
+            if spec is not None:
+                self._check_model(spec.model_path)
         except BaseException:
             self.close()
             raise
-
-    @classmethod
-    def open(cls, engine: EngineConfig, spec: EngineSpec) -> "ServerBackend":
-        """Connect to the servers that the settings name.
-
-        Raises:
-            ConfigError: they cannot do what is asked, or serve another model.
-            EngineError: see the class.
-        """
-        if spec.deterministic:
-            raise ConfigError("deterministic runs sample in process; leave out engine.urls")
-        backend = cls(
-            engine.urls,
-            max_context=spec.max_context,
-            timeout_s=engine.timeout_s,
-            alpha=spec.alpha if spec.lora_rank else None,
-            folder=engine.folder,
-            transfer=engine.transfer,
-        )
-        config = spec.model_path / "config.json"
-        if config.is_file():
-            vocab = json.loads(config.read_text(encoding="utf-8")).get("vocab_size", backend.vocab)
-            if vocab != backend.vocab:
-                backend.close()
-                raise ConfigError(
-                    f"the servers' model {backend.model_path} has {backend.vocab} token ids, "
-                    f"{spec.model_path} has {vocab}: start them with the model that trains"
-                )
-        return backend
 
     @property
     def max_context(self) -> int:
@@ -361,6 +333,16 @@ class ServerBackend:
                 return int(found[1])
             raise
         raise EngineError(f"{client.url} takes token ids that no vocabulary has; is it vLLM?")
+
+    def _check_model(self, folder: Path) -> None:
+        """Refuse servers whose model has other token ids than the trainer's."""
+        if (config := folder / "config.json").is_file():
+            vocab = json.loads(config.read_text(encoding="utf-8")).get("vocab_size", self._vocab)
+            if vocab != self._vocab:
+                raise ConfigError(
+                    f"the servers' model {self.model_path} has {self._vocab} token ids, {folder} "
+                    f"has {vocab}: start the servers with the model that trains"
+                )
 
     async def _ready(self, client: HttpClient) -> None:
         """Let a server that failed come back, with the current weights."""

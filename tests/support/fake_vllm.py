@@ -217,7 +217,8 @@ class FakeVLLM:
         if bad := [id for id in prompt if not 0 <= id < self.vocab]:
             return refuse(f"Token id {bad[0]} is out of vocabulary", 400)
         if bad := [id for id in body.get("stop_token_ids", []) if not 0 <= id < self.vocab]:
-            return refuse(f"token_id(s) {bad} in stop_token_ids contain out-of-vocab", 400)
+            words = f"token_id(s) {bad} in stop_token_ids contain out-of-vocab token ids. "
+            return refuse(f"{words}Vocabulary size: {self.vocab}", 400)
         if room <= 0:
             return refuse(f"This model's maximum context length is {self.max_context} tokens.", 400)
         while self.is_paused:

@@ -8,6 +8,7 @@ import torch
 from fake_vllm import FakeVLLM, break_off, fail, hang, log_softmax, make_table, serving
 
 from turngym.agents.base import Sampling
+from turngym.agents.config import EngineConfig
 from turngym.agents.vllm_backend import Sample, SampleRequest
 from turngym.agents.vllm_server import ServerBackend
 from turngym.errors import EngineError, WeightSyncError
@@ -21,8 +22,12 @@ def server() -> Iterator[FakeVLLM]:
         yield one
 
 
+def engine(*urls: str, timeout_s: float = 5.0) -> EngineConfig:
+    return EngineConfig(kind="vllm", urls=urls, timeout_s=timeout_s)
+
+
 def connect(*servers: FakeVLLM, timeout_s: float = 5.0) -> ServerBackend:
-    return ServerBackend([one.url for one in servers], timeout_s=timeout_s)
+    return ServerBackend(engine(*(one.url for one in servers), timeout_s=timeout_s))
 
 
 def request(
@@ -198,12 +203,12 @@ def test_requests_spread_over_servers_and_sessions_stay() -> None:
             one.pace_s = 0.01
         backend = connect(*servers)
         for _ in range(2):
-            futures = [
-                backend.submit(request([n], seed=100 + n, session=str(n))) for n in range(8)
-            ]
+            futures = [backend.submit(request([n], seed=100 + n, session=str(n))) for n in range(8)]
             for future in futures:
                 future.result(10)
-        seeds = [[body["seed"] for body in one.seen if body.get("seed", 0) >= 100] for one in servers]
+        seeds = [
+            [body["seed"] for body in one.seen if body.get("seed", 0) >= 100] for one in servers
+        ]
         assert [len(set(found)) for found in seeds] == [4, 4]
         assert all(found.count(seed) == 2 for found in seeds for seed in found)
         backend.close()
@@ -286,7 +291,7 @@ def test_a_server_that_cannot_be_reached_is_named(server: FakeVLLM) -> None:
     url = server.url
     server.stop()
     with pytest.raises(EngineError, match=url):
-        ServerBackend([url], timeout_s=1.0)
+        ServerBackend(engine(url, timeout_s=1.0))
 
 
 def test_one_server_out_of_reach_leaves_the_others_working() -> None:

@@ -2,6 +2,7 @@ from typing import Any
 
 from fake_vllm import FakeVLLM
 
+from turngym.agents.config import EngineConfig
 from turngym.agents.vllm_server import ServerBackend
 from turngym.agents.vllm_transfer import GpuTransfer, ServerControl, Tensors
 
@@ -27,4 +28,5 @@ def transfer(backend: ServerBackend, connect: Any = Wire, timeout_s: float = 5.0
 
 
 def connect(servers: list[FakeVLLM]) -> ServerBackend:
-    return ServerBackend([one.url for one in servers], timeout_s=5.0)
+    urls = tuple(one.url for one in servers)
+    return ServerBackend(EngineConfig(kind="vllm", urls=urls, timeout_s=5.0))

@@ -24,12 +24,12 @@ __all__ = ["LOAD_WEIGHTS", "START", "Current", "Delivery"]
 START = (
     "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 python -m "
     "vllm.entrypoints.openai.api_server --model MODEL --logprobs-mode processed_logprobs "
-    "--worker-extension-cls turngym.agents.vllm_worker.WeightWorker"
+    "--worker-extension-cls turngym.agents.vllm_worker.WeightReceiver"
 )
 """How to start a server that can be trained with (adapters: add --enable-lora)."""
 
-LOAD_WEIGHTS = "turngym_load_weights"
-"""Method of our worker extension: `(path of a safetensors file) -> None`."""
+LOAD_WEIGHTS = "turngym_load_file"
+"""Method of our worker extension: `(path of a safetensors file, version) -> version`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class Delivery:
             with self._opened().weights(tensors.items(), version) as path:
 
                 async def load(client: HttpClient) -> None:
-                    call = {"method": LOAD_WEIGHTS, "args": [str(path)]}
+                    call = {"method": LOAD_WEIGHTS, "args": [str(path), version]}
                     await self._post(client, "/collective_rpc", call)
                     await name(client)
 

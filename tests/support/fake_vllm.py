@@ -23,6 +23,14 @@ VOCAB = 16
 ADAPTED = "table"
 """The one parameter; its adapter is `base_model.model.table.lora_{A,B}.weight`."""
 
+TRANSFER = (
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/shutdown_weight_transfer_engine",
+)
+
 Fault = Callable[[web.Request], "web.StreamResponse | None"]
 
 
@@ -46,6 +54,8 @@ class FakeVLLM:
         seen: bodies of completion requests, in order.
         calls: how often each route was asked.
         running: completions being sampled now.
+        transfers: calls of the routes in `TRANSFER`, with their bodies.
+        workers: size of the server's world.
         pace_s: seconds a token takes.
         mode: `processed` or `raw` log-probabilities.
     """
@@ -63,6 +73,8 @@ class FakeVLLM:
         self.can_load_adapters = True
         self.faults: dict[str, list[Any]] = {}
         self.seen: list[dict[str, Any]] = []
+        self.transfers: list[tuple[str, Any]] = []
+        self.workers = 1
         self.calls: Counter[str] = Counter()
         self.most_running = self.running = 0
         self.port = 0
@@ -128,6 +140,10 @@ class FakeVLLM:
                 web.get("/weight_info", self._weight_info),
                 web.post("/update_weight_version", self._set_weight_version),
                 web.post("/collective_rpc", self._collective_rpc),
+                web.get("/get_world_size", self._world_size),
+                web.post("/pause", self._pause),
+                web.post("/resume", self._pause),
+                *(web.post(route, self._transfer) for route in TRANSFER),
             ]
         )
         return app
@@ -169,6 +185,17 @@ class FakeVLLM:
         self.weight_version = (await request.json())["new_version"]
         return web.json_response({"success": True, "new_version": self.weight_version})
 
+    async def _world_size(self, request: web.Request) -> web.Response:
+        return web.json_response({"world_size": self.workers})
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        self.is_paused = request.path == "/pause"
+        return web.json_response({"status": "paused" if self.is_paused else "resumed"})
+
+    async def _transfer(self, request: web.Request) -> web.Response:
+        self.transfers.append((request.path, await request.json()))
+        return web.json_response({"message": "done"})
+
     async def _load_adapter(self, request: web.Request) -> web.Response:
         body = await request.json()
         name, path = body["lora_name"], Path(body["lora_path"])
@@ -199,14 +226,14 @@ class FakeVLLM:
             return refuse(words, 500)
         return web.json_response({"results": [result]})
 
-    def worker_call(self, method: str, *args: str, **kwargs: str) -> Any:
+    def worker_call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """What the worker extension does; see `turngym.agents.vllm_worker`."""
-        assert method == "turngym_load_weights", method
+        assert method == "turngym_load_file", method
         (tensor,) = load_file(args[0]).values()
         if tensor.shape != self.table.shape:
             raise ValueError(f"shape {tensor.shape} does not fit {self.table.shape}")
         self.table = tensor
-        return None
+        return args[1]
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

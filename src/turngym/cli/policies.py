@@ -117,7 +117,6 @@ def _open_model(
 ) -> "Iterator[AgentFactory]":
     from turngym.agents.agent import TokenAgent
     from turngym.agents.base import Sampling
-    from turngym.agents.model import load_tokenizer
     from turngym.agents.renderer import Renderer
 
     quiet_transformers()
@@ -128,12 +127,70 @@ def _open_model(
         top_k=options.top_k,
     )
     opened = _open_vllm if engine.kind == "vllm" else _open_hf
-    policy, tokenizer, vocab = opened(path, options, rollout, engine)
+    policy, tokenizer, vocab = opened(path, tokenizer_path, options, rollout, engine)
     try:
-        if tokenizer_path is not None:
-            tokenizer = load_tokenizer(tokenizer_path)
         renderer = Renderer(tokenizer, dialect=options.dialect, on_rewrite=options.on_rewrite)
         renderer.check_vocab(vocab)
         yield TokenAgent.factory(policy, renderer, sampling)
     finally:
         policy.close()
+
+
+def _open_hf(
+    path: str,
+    tokenizer_path: str | None,
+    options: PolicyOptions,
+    rollout: RolloutConfig,
+    engine: EngineConfig,
+) -> "tuple[TrainablePolicy, Any, int]":
+    """Return a policy in this process, its tokenizer and the size of its vocabulary."""
+    from turngym.agents.hf_policy import HFPolicy
+    from turngym.agents.model import load_model, vocab_size
+    from turngym.agents.pretrained import load_tokenizer
+
+    model, tokenizer = load_model(path, dtype=options.dtype, device=options.device)
+    if tokenizer_path is not None:
+        tokenizer = load_tokenizer(tokenizer_path)
+    policy = HFPolicy(
+        model,
+        max_rows=rollout.concurrency,
+        max_context=rollout.max_context,
+        deterministic=rollout.deterministic,
+        threads=options.threads,
+    )
+    return policy, tokenizer, vocab_size(model)
+
+
+def _open_vllm(
+    path: str,
+    tokenizer_path: str | None,
+    options: PolicyOptions,
+    rollout: RolloutConfig,
+    engine: EngineConfig,
+) -> "tuple[TrainablePolicy, Any, int]":
+    """The same over vLLM; without a path, of the model that the named servers serve."""
+    from turngym.agents.pretrained import load_tokenizer
+    from turngym.agents.vllm_policy import VLLMPolicy, open_vllm
+
+    if path:
+        policy = open_vllm(
+            engine,
+            model_path=Path(path),
+            max_context=rollout.max_context,
+            rows=rollout.concurrency,
+            deterministic=rollout.deterministic,
+            threads=options.threads,
+            dtype=options.dtype,
+            training=False,
+        )
+    else:
+        from turngym.agents.vllm_server import ServerBackend
+
+        backend = ServerBackend(engine)
+        policy = VLLMPolicy(backend, training=False, timeout_s=engine.timeout_s)
+        path = backend.model_path
+    try:
+        return policy, load_tokenizer(tokenizer_path or path), policy.backend.vocab
+    except BaseException:
+        policy.close()
+        raise

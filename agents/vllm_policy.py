@@ -6,6 +6,7 @@ Nothing here imports vLLM; `open_vllm` loads the backend that the settings ask f
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -77,6 +78,7 @@ class VLLMPolicy:
         self._gate: Future[None] | None = None
         """Resolves when admission goes on; None = it is open."""
         self._running: set[Future[Sample]] = set()
+        weakref.finalize(self, backend.close)
 
     @property
     def max_context(self) -> int:

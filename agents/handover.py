@@ -6,20 +6,21 @@ left behind goes when the next one opens its own.
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from turngym.agents.vllm_weights import scratch_root, write_adapter, write_weights
 from turngym.errors import WeightSyncError
 
-__all__ = ["Handover", "adapter_config"]
+__all__ = ["Handover"]
+
+Named = Sequence[tuple[str, Any]]
 
 _PREFIX = "turngym-handover-"
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 class Handover:
@@ -33,8 +34,7 @@ class Handover:
     """
 
     def __init__(self, parent: Path | None = None) -> None:
-        in_memory = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-        parent = in_memory if parent is None else parent
+        parent = parent or Path(scratch_root() or tempfile.gettempdir())
         try:
             _remove_orphans(parent)
             self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
@@ -49,7 +49,7 @@ class Handover:
             ) from error
 
     @contextlib.contextmanager
-    def weights(self, named: Iterable[tuple[str, Any]], version: int) -> Iterator[Path]:
+    def weights(self, named: Named, version: int) -> Iterator[Path]:
         """Yield a safetensors file of the tensors; it is gone afterwards.
 
         Raises:
@@ -57,37 +57,33 @@ class Handover:
         """
         path = self.folder / f"weights-{version}.safetensors"
         try:
-            self._write(path, named)
+            write_weights(path, named)
             yield path
         finally:
             path.unlink(missing_ok=True)
 
-    def adapter(
-        self, named: Iterable[tuple[str, Any]], version: int, *, alpha: float | None = None
-    ) -> Path:
+    def adapter(self, named: Named, version: int, *, rank: int, alpha: float) -> Path:
         """Write the adapters of a peft model as a folder in peft's format.
 
         Args:
             named: adapter tensors under peft's names.
             version: optimizer steps they have seen.
-            alpha: numerator of their scale; None = twice the rank.
+            rank: of the adapters.
+            alpha: numerator of their scale.
 
         Raises:
-            WeightSyncError: it cannot be written, or a tensor is no adapter's.
+            WeightSyncError: it cannot be written.
         """
-        tensors = {name.replace(".default.", "."): tensor for name, tensor in named}
         folder = self.folder / f"adapter-{version}"
-        config = adapter_config({name: tuple(one.shape) for name, one in tensors.items()}, alpha)
+        shutil.rmtree(folder, ignore_errors=True)  # of an update that was refused
         try:
             folder.mkdir()
-            self._write(folder / "adapter_model.safetensors", tensors.items())
-            (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-        except OSError as error:
+            write_adapter(folder, named, rank=rank, alpha=alpha)
+        except (OSError, WeightSyncError) as error:
             shutil.rmtree(folder, ignore_errors=True)
-            raise _unwritten(folder, error) from error
-        except WeightSyncError:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+            if isinstance(error, WeightSyncError):
+                raise
+            raise WeightSyncError(f"cannot write adapters to {folder}: {error}") from error
         return folder
 
     def drop(self, folder: Path) -> None:
@@ -100,60 +96,6 @@ class Handover:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-
-    @staticmethod
-    def _write(path: Path, named: Iterable[tuple[str, Any]]) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in named}
-        try:
-            save_file(_unshared(tensors), path)
-        except (OSError, SafetensorError) as error:
-            path.unlink(missing_ok=True)
-            raise _unwritten(path, error) from error
-
-
-def adapter_config(shapes: Mapping[str, tuple[int, ...]], alpha: float | None) -> dict[str, Any]:
-    """Return peft's description of adapters with these names and shapes.
-
-    Raises:
-        WeightSyncError: a name is no adapter's, or their ranks differ.
-    """
-    ranks = {shape[0] for name, shape in shapes.items() if name.endswith(".lora_A.weight")}
-    strange = [n for n in shapes if not n.endswith((".lora_A.weight", ".lora_B.weight"))]
-    if strange or len(ranks) != 1:
-        what = f"{strange[0]!r} is no adapter's tensor" if strange else f"ranks {sorted(ranks)}"
-        raise WeightSyncError(f"adapters must be lora_A and lora_B of one rank; {what}")
-    (rank,) = ranks
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": 2 * rank if alpha is None else alpha,
-        "target_modules": sorted({name.split(".")[-3] for name in shapes}),
-        "bias": "none",
-        "base_model_name_or_path": None,
-    }
-
-
-def _unshared(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out names of memory that another name has brought: tied weights travel once."""
-    seen: set[int] = set()
-    kept = {}
-    for name, tensor in tensors.items():
-        if tensor.data_ptr() not in seen or not tensor.numel():
-            kept[name] = tensor
-        seen.add(tensor.data_ptr())
-    return kept
-
-
-def _unwritten(path: Path, error: Exception) -> WeightSyncError:
-    cause = getattr(error, "strerror", None) or error
-    return WeightSyncError(
-        f"cannot write {path}: {cause}; the engine keeps the weights it has. Free space there, or "
-        "choose another folder with engine.folder"
-    )
 
 
 def _remove_orphans(parent: Path) -> None:

@@ -8,15 +8,16 @@ another one.
 
 import contextlib
 import secrets
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turngym.agents.handover import Handover
+from turngym.agents.handover import Handover, Named
 from turngym.agents.http_client import HttpClient, RefusedError
+from turngym.agents.vllm_backend import EngineSpec
 from turngym.agents.vllm_fleet import ServerFaultError
 from turngym.agents.vllm_transfer import Everywhere, GpuTransfer
+from turngym.agents.vllm_weights import check_adapter, check_weights, trainer_shapes
 from turngym.errors import EngineError, WeightSyncError
 
 __all__ = ["LOAD_WEIGHTS", "START", "Current", "Delivery"]
@@ -58,7 +59,7 @@ class Delivery:
         everywhere: does something on every server and waits.
         timeout_s: of a call.
         folder: where files are handed over; None = shared memory.
-        alpha: scale of adapters, see `Handover.adapter`.
+        spec: what the trainer's weights look like; None = anything goes.
         transfer: sends full weights from GPU to GPU; None = as a file.
     """
 
@@ -68,31 +69,31 @@ class Delivery:
         *,
         timeout_s: float,
         folder: Path | None = None,
-        alpha: float | None = None,
+        spec: EngineSpec | None = None,
         transfer: GpuTransfer | None = None,
     ) -> None:
         self.current = Current()
         self._everywhere = everywhere
         self._timeout_s = timeout_s
         self._folder = folder
-        self._alpha = alpha
+        self._spec = spec
+        self._shapes = trainer_shapes(spec.model_path) if spec and not spec.lora_rank else None
         self._transfer = transfer
         self._handover: Handover | None = None
         self._run = secrets.token_hex(4)
 
-    def bring(self, named: Iterable[tuple[str, Any]], *, version: int) -> None:
+    def bring(self, named: Named, *, version: int) -> None:
         """Bring tensors to every server that can be reached, and have requests ask for them.
 
         Raises:
             WeightSyncError: a server refused them, none could be reached, or they could not be
                 written. Adapters: the ones before stay in use.
         """
-        tensors = dict(named)
         try:
-            if any(".lora_A." in name for name in tensors):
-                self._bring_adapter(tensors, version)
+            if rank := self._rank(named):
+                self._bring_adapter(named, version, rank)
             else:
-                self._bring_weights(tensors, version)
+                self._bring_weights(named, version)
         except WeightSyncError:
             raise
         except RefusedError as error:
@@ -101,17 +102,27 @@ class Delivery:
         except EngineError as error:
             raise WeightSyncError(f"version {version} was not delivered: {error}") from error
 
-    def _bring_weights(self, tensors: dict[str, Any], version: int) -> None:
+    def _rank(self, named: Named) -> int:
+        """Return the rank of adapters, 0 for full weights; refuse what was not announced."""
+        if self._spec is None:
+            return next((len(tensor) for name, tensor in named if ".lora_A." in name), 0)
+        if self._spec.lora_rank:
+            check_adapter(named, self._spec.lora_rank)
+        elif self._shapes is not None:
+            check_weights(named, self._shapes)
+        return self._spec.lora_rank
+
+    def _bring_weights(self, named: Named, version: int) -> None:
         label = f"{self._run}-{version}"
 
         async def name(client: HttpClient) -> None:
             await self._post(client, "/update_weight_version", {"new_version": label})
 
         if self._transfer is not None:
-            self._transfer.send(tensors.items())
+            self._transfer.send(named)
             self._everywhere(name)
         else:
-            with self._opened().weights(tensors.items(), version) as path:
+            with self._opened().weights(named, version) as path:
 
                 async def load(client: HttpClient) -> None:
                     call = {"method": LOAD_WEIGHTS, "args": [str(path), version]}
@@ -121,9 +132,10 @@ class Delivery:
                 self._everywhere(load)
         self.current = Current(version=version, label=label)
 
-    def _bring_adapter(self, tensors: dict[str, Any], version: int) -> None:
+    def _bring_adapter(self, named: Named, version: int, rank: int) -> None:
         handover, before = self._opened(), self.current
-        folder = handover.adapter(tensors.items(), version, alpha=self._alpha)
+        alpha = 2.0 * rank if self._spec is None else self._spec.alpha
+        folder = handover.adapter(named, version, rank=rank, alpha=alpha)
         now = Current(version=version, adapter=f"policy-{self._run}@{version}", folder=folder)
         try:
             self._everywhere(lambda client: self._load(client, now))

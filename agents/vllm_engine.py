@@ -261,9 +261,7 @@ class InProcessBackend:
     def _load_adapter(self, named: Sequence[tuple[str, Any]], version: int) -> int:
         """Add adapters under a name of their own, then drop the old ones."""
         with tempfile.TemporaryDirectory(prefix="turngym-", dir=scratch_root()) as folder:
-            write_adapter(
-                Path(folder), named, rank=self._spec.lora_rank, alpha=self._spec.alpha
-            )
+            write_adapter(Path(folder), named, rank=self._spec.lora_rank, alpha=self._spec.alpha)
             adapter = importlib.import_module("vllm.lora.request").LoRARequest(
                 lora_name=f"policy@{version}", lora_int_id=self._loads, lora_path=folder
             )
@@ -424,7 +422,9 @@ def _context(spec: EngineSpec) -> int:
         return spec.max_context
     from transformers import AutoConfig
 
-    return int(AutoConfig.from_pretrained(spec.model_path).get_text_config().max_position_embeddings)
+    return int(
+        AutoConfig.from_pretrained(spec.model_path).get_text_config().max_position_embeddings
+    )
 
 
 def _delta() -> Any:

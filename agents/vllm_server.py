@@ -135,7 +135,7 @@ class ServerBackend:
             self.everywhere,
             timeout_s=engine.timeout_s,
             folder=engine.folder,
-            alpha=None if spec is None else spec.lora_alpha,
+            spec=spec,
             transfer=transfer,
         )
         try:

@@ -126,6 +126,6 @@ def test_settings_choose_the_way_weights_take() -> None:
         engine = EngineConfig(kind="vllm", urls=(server.url,), transfer="nccl", timeout_s=5.0)
         backend = ServerBackend(engine)
         if find_spec("vllm") is None:
-            with pytest.raises(MissingDependencyError, match="engine.transfer='nccl' needs vLLM"):
+            with pytest.raises(MissingDependencyError, match=r"engine.transfer='nccl' needs vLLM"):
                 backend.load(weights(1.0), version=1)
         backend.close()

@@ -48,7 +48,8 @@ class Fleet:
         clients: one a server.
         ready: raises `EngineError` when a server that failed may not take requests again yet; puts
             it right where it can.
-        timeout_s: time after which no further attempt at a piece of work is begun.
+        timeout_s: seconds after which a silent server has failed. After twice that no further
+            attempt at a piece of work is begun.
         pause_s: first pause before a failed server is tried again; doubles up to 30 s.
     """
 
@@ -77,7 +78,7 @@ class Fleet:
         Raises:
             EngineError: the request itself is at fault, or no server is left.
         """
-        give_up = time.monotonic() + self._timeout_s
+        give_up = time.monotonic() + 2 * self._timeout_s
         last: EngineError
         for _ in range(_ATTEMPTS):
             server = await self._choose(session, give_up)

@@ -123,6 +123,7 @@ class FakeVLLM:
                 if connection.transport is not None:
                     connection.transport.abort()
             await runner.cleanup()
+            await asyncio.sleep(0.02)  # aborted transports close in the loop's next rounds
 
         asyncio.run(main())
 

@@ -189,6 +189,7 @@ def test_another_server_takes_over_when_one_dies_in_the_middle() -> None:
         backend = connect(*servers)
         whole = sample(backend, max_tokens=48, session="a")
         first = seat_of(servers)
+        wait_until(lambda: not first.running)
         first.pace_s = 0.05
         future = backend.submit(request(max_tokens=48, session="a"))
         wait_until(lambda: first.running == 1)

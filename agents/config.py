@@ -22,6 +22,10 @@ class EngineConfig:
     urls: tuple[str, ...] = ()
     """vllm: running servers to sample from instead, such as http://localhost:8000."""
 
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """vllm: of the engine's weights; `auto` = the trainer's. With servers it says what they have,
+    and so how closely their log-probabilities must agree with the trainer's."""
+
     folder: Path | None = None
     """vllm servers: where weights and adapters are handed over, seen by the servers under the same
     path; None = shared memory, for servers on this machine."""
@@ -40,9 +44,11 @@ class EngineConfig:
     """Seconds that starting, a weight update or another control call may take."""
 
     def __post_init__(self) -> None:
-        if self.kind == "hf" and (self.isolated or self.urls):
+        chosen = [name for name in ("isolated", "urls", "folder") if getattr(self, name)]
+        if self.kind == "hf" and (chosen or self.dtype != "auto" or self.transfer != "file"):
             raise ConfigError(
-                "engine.isolated and engine.urls are settings of vLLM; add engine.kind='vllm'"
+                "engine.isolated, engine.urls, engine.dtype, engine.folder and engine.transfer are "
+                "settings of vLLM; add engine.kind='vllm'"
             )
         if self.isolated and self.urls:
             raise ConfigError("engine.isolated starts an engine, engine.urls names running ones")

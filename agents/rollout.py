@@ -16,6 +16,8 @@ from turngym.agents.agent import AgentFactory, DemoAgent, MessageAgent, TokenAge
 from turngym.agents.config import RolloutConfig
 from turngym.agents.episode import Seat, run_episode
 from turngym.agents.lag import LoopMonitor
+from turngym.agents.mixed_source import MixedSource
+from turngym.agents.seats import Seats, Shared
 from turngym.agents.source import EnvHandle, EnvSource
 from turngym.agents.stats import CircuitBreaker, RolloutStats
 from turngym.agents.threads import BlockingPool, LoopThread
@@ -26,6 +28,7 @@ __all__ = [
     "DemoAgent",
     "EnvSource",
     "MessageAgent",
+    "MixedSource",
     "RolloutEngine",
     "TokenAgent",
 ]
@@ -39,7 +42,7 @@ _TRUNCATED_WARNING = 0.2
 
 
 class RolloutEngine:
-    """Rolls out episodes of one source of environments with one kind of agent.
+    """Rolls out episodes of a source of environments with one kind of agent.
 
     Use as a context manager, or call `close`.
 
@@ -49,19 +52,19 @@ class RolloutEngine:
         config: sizes, budgets, deadlines.
         seed: run seed; every draw is derived from it and its address, so that results do not
             depend on concurrency.
-        refill: gives the ordinal of the task that replaces a dropped group; by default the one
-            after the largest seen.
+        refill: gives the ordinal of the task that replaces a dropped one; by default the one after
+            the largest seen.
         progress: called with (episodes done, episodes asked) after each; must return at once.
     """
 
     def __init__(
         self,
-        source: EnvSource,
+        source: EnvSource | MixedSource,
         agent: AgentFactory,
         config: RolloutConfig | None = None,
         *,
         seed: int,
-        refill: Callable[[], int] | None = None,
+        refill: Callable[[int], int] | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.source = source
@@ -74,16 +77,20 @@ class RolloutEngine:
         """Makes the agents of the episodes that begin from now on."""
 
         self.seed = seed
-        self._refill = refill or self._next_ordinal
+        self.refill: Callable[[int], int] = refill or self._next_ordinal
+        """Gives the ordinal of the task that replaces a dropped one."""
+
         self._largest = -1
         self._has_warned = False
         self._breaker = CircuitBreaker(self.config.failure_rate)
         self._pool = BlockingPool(
             self.config.threads or self.config.concurrency, name="turngym-env"
         )
-        self._idle: list[EnvHandle] = []
+        self._idle: dict[EnvSource, list[EnvHandle]] = {}
         self._loop: LoopThread | None = None
         self._running: set[asyncio.Task[None]] = set()
+        self._seats = Seats(self.config.concurrency)
+        self._monitor = Shared(lambda: LoopMonitor(self.config.lag_s))
         self._closed = False
 
     def __enter__(self) -> "RolloutEngine":
@@ -102,12 +109,29 @@ class RolloutEngine:
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the engine's own event loop."""
+        return self._own_loop(coroutine).run(coroutine)
+
+    def submit(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Begin a coroutine on the engine's own event loop; it must deal with its own errors."""
+        self._own_loop(coroutine).submit(coroutine)
+
+    def _own_loop(self, coroutine: Coroutine[Any, Any, Any]) -> LoopThread:
         if self._closed:
             coroutine.close()
             raise EngineError("the rollout engine is closed")
         if self._loop is None:
             self._loop = LoopThread("turngym-rollout")
-        return self._loop.run(coroutine)
+        return self._loop
+
+    @property
+    def unfinished(self) -> int:
+        """Episodes asked for that have not ended, waiting ones included."""
+        return self._seats.unfinished
+
+    @property
+    def seat_s(self) -> float:
+        """Seconds that seats were taken, summed over the `concurrency` seats, until now."""
+        return self._seats.taken_s
 
     async def collect(self, ordinals: Sequence[int]) -> list[Group]:
         """Roll out `group_size` episodes for each task.
@@ -138,7 +162,7 @@ class RolloutEngine:
             open_slots = [slot for slot in open_slots if slot not in groups]
             self.stats.dropped_groups += len(open_slots)
             for slot in open_slots:
-                wanted[slot] = self._fresh_ordinal(wanted)
+                wanted[slot] = self._fresh_ordinal(wanted[slot], wanted)
         if len(groups) != len(wanted):
             raise EngineError(f"asked for {len(wanted)} groups, got {len(groups)}")
         self._warn_if_truncated(groups.values())
@@ -163,18 +187,20 @@ class RolloutEngine:
 
         await self.play(seats(), deliver, total=len(ordinals) * size)
         return {
-            ordinal: self._group(ordinal, found)
+            ordinal: self.group(ordinal, found)
             for ordinal, found in members.items()
             if ordinal not in failed
         }
 
-    def _group(self, ordinal: int, members: Sequence[Trajectory]) -> Group:
+    def group(self, ordinal: int, members: Sequence[Trajectory]) -> Group:
+        """Put the episodes of a task together."""
+        source = self.source.at(ordinal)
         return Group(
             id=members[0].group_id,
             task_id=members[0].task_id,
-            env_id=self.source.env_id,
+            env_id=source.env_id,
             trajectories=tuple(sorted(members, key=lambda trajectory: trajectory.sample)),
-            rubric=self.source.reward_specs,
+            rubric=source.reward_specs,
             ordinal=ordinal,
         )
 
@@ -190,13 +216,13 @@ class RolloutEngine:
             group_id=f"{ordinal}/{task.id}",
         )
 
-    def _fresh_ordinal(self, taken: Sequence[int]) -> int:
-        ordinal = self._refill()
+    def _fresh_ordinal(self, dropped: int, taken: Sequence[int]) -> int:
+        ordinal = self.refill(dropped)
         if ordinal in taken:
             raise ConfigError(f"refill gave ordinal {ordinal}, which was asked already: {taken}")
         return ordinal
 
-    def _next_ordinal(self) -> int:
+    def _next_ordinal(self, dropped: int) -> int:
         self._largest += 1
         return self._largest
 
@@ -207,9 +233,11 @@ class RolloutEngine:
         *,
         total: int,
     ) -> None:
-        """Play one episode a seat, `concurrency` at a time, and deliver each as it ends.
+        """Play one episode a seat and deliver each as it ends.
 
-        Episodes that failed for the world's fault, retries included, are delivered too.
+        At most `concurrency` episodes of the engine run at once, whichever call they belong to; who
+        asked first begins first. Episodes that failed for the world's fault, retries included, are
+        delivered too.
 
         Args:
             seats: taken one by one, when an episode can start.
@@ -228,23 +256,27 @@ class RolloutEngine:
         async def work() -> None:
             nonlocal done
             for seat in queue:
-                trajectory = await self._play(seat)
+                async with self._seats:
+                    trajectory = await self._play(seat)
                 self.stats.add(trajectory)
                 deliver(seat, trajectory)
                 done += 1
+                self._seats.unfinished -= 1
                 if self.progress is not None:
                     self.progress(done, total)
 
+        self._seats.unfinished += total
         workers = [asyncio.create_task(work()) for _ in range(min(self.config.concurrency, total))]
         self._running.update(workers)
         try:
-            with LoopMonitor(self.config.lag_s):
+            with self._monitor:
                 await asyncio.gather(*workers)
         finally:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
             self._running.difference_update(workers)
+            self._seats.unfinished -= total - done
 
     async def _play(self, seat: Seat) -> Trajectory:
         """Play one episode, with retries."""
@@ -266,15 +298,17 @@ class RolloutEngine:
         return trajectory
 
     async def _attempt(self, seat: Seat) -> Trajectory:
-        env = self._idle.pop() if self._idle else self._new_env()
+        source = self.source.at(seat.ordinal)
+        idle = self._idle.setdefault(source, [])
+        env = idle.pop() if idle else self._new_env(source)
         try:
             trajectory = await run_episode(
                 env,
                 self.agent,
                 seat,
                 self.config,
-                self.source.reward_specs,
-                env_id=self.source.env_id,
+                source.reward_specs,
+                env_id=source.env_id,
             )
         except BaseException:
             env.discard()
@@ -282,11 +316,11 @@ class RolloutEngine:
         if is_world_fault(trajectory.status):
             env.discard()
         else:
-            self._idle.append(env)
+            idle.append(env)
         return trajectory
 
-    def _new_env(self) -> EnvHandle:
-        return EnvHandle(self.source, self._pool, timeout_s=self.config.env_timeout_s)
+    def _new_env(self, source: EnvSource) -> EnvHandle:
+        return EnvHandle(source, self._pool, timeout_s=self.config.env_timeout_s)
 
     def _warn_if_truncated(self, groups: Iterable[Group]) -> None:
         """Warn of the first batch of which a limit ended many episodes."""
@@ -320,6 +354,7 @@ class RolloutEngine:
             self._loop.close()
 
     def _close_envs(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
+        for idle in self._idle.values():
+            while idle:
+                idle.pop().close()
         self.source.close()

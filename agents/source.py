@@ -71,6 +71,10 @@ class EnvSource:
         self._spare: gymnasium.Env[Any, Any] | None = env
         self._lock = threading.Lock()
 
+    def at(self, ordinal: int) -> "EnvSource":
+        """Return the source whose task an ordinal is: this one; see `MixedSource`."""
+        return self
+
     def task(self, ordinal: int) -> Task:
         """Return the task at a position of the endless stream: epoch after epoch of the set."""
         return self.task_set[ordinal % len(self.task_set)]

@@ -233,6 +233,10 @@ class LoopThread:
                 done.wait(timeout=10)
             raise
 
+    def submit(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Begin a coroutine that nobody waits for."""
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def close(self) -> None:
         """Stop the loop and its thread. Idempotent."""
         if self._loop.is_closed():

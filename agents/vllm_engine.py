@@ -3,24 +3,21 @@
 import contextlib
 import importlib
 import logging
-import os
-import random
 import re
-import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from turngym.agents.config import EngineConfig
 from turngym.agents.decode_thread import StepThread, fail
 from turngym.agents.vllm_backend import EngineSpec, Sample, SampleRequest
+from turngym.agents.vllm_setup import engine_args, vllm_environment
 from turngym.agents.vllm_weights import (
     check_adapter,
     check_weights,
@@ -37,22 +34,6 @@ logger = logging.getLogger(__name__)
 
 _OLDEST = (0, 32)
 
-_BATCHED_TOKENS = 4096
-"""Most tokens of one step on a CPU, at least a whole context: prompts are not split there."""
-
-_CPU_BLOCK = 32
-"""Tokens of a block of the prefix cache on a CPU. vLLM's 128 would miss most of a turn."""
-
-_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM makes room for."""
-
-_QUIET = {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-}
-"""Environment variables set unless the user has."""
-
 _open = threading.Lock()
 """Held by the engine of this process: vLLM keeps state of its own per process."""
 
@@ -64,8 +45,6 @@ def import_vllm() -> Any:
         MissingDependencyError: it is not installed.
         ConfigError: it is too old, or cannot be imported beside this torch.
     """
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
     try:
         vllm = importlib.import_module("vllm")
     except ModuleNotFoundError as error:
@@ -113,8 +92,8 @@ class InProcessBackend:
     """A `Backend` over vLLM's engine in this process; there is one per process.
 
     vLLM changes its process: what can be undone is (environment variables, the global random
-    states, `torch.set_num_threads`, `sys.excepthook`); its log handlers and a process group of one rank stay until
-    `close`. Run it isolated beside a learner that has a process group of its own.
+    states, `torch.set_num_threads`, `sys.excepthook`); its log handlers stay, and a process group
+    of one rank until `close`. Run it isolated beside a learner that has a process group of its own.
 
     Args:
         engine: memory and deadlines.
@@ -155,12 +134,15 @@ class InProcessBackend:
             raise
 
     def _start(self, engine: EngineConfig) -> None:
-        with _undone(deterministic=self._spec.deterministic):
+        with vllm_environment(deterministic=self._spec.deterministic):
             self._vllm = import_vllm()
             try:
-                args = self._vllm.EngineArgs(**engine_args(engine, self._spec))
+                is_cpu = self._vllm.platforms.current_platform.is_cpu()
+                args = self._vllm.EngineArgs(**engine_args(engine, self._spec, is_cpu=is_cpu))
                 self._engine = self._vllm.LLMEngine.from_engine_args(args)
                 self._probe()
+            except ConfigError:
+                raise
             except Exception as error:
                 raise ConfigError(
                     f"vLLM {self._vllm.__version__} cannot run {str(self._spec.model_path)!r}: "
@@ -373,80 +355,5 @@ class InProcessBackend:
             row.future.set_result(sample)
 
 
-def engine_args(engine: EngineConfig, spec: EngineSpec) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine.
-
-    `processed_logprobs`: of the distribution that was sampled from, temperature applied.
-    """
-    is_cpu = not torch.accelerator.is_available()
-    args: dict[str, Any] = {
-        "model": str(spec.model_path),
-        "skip_tokenizer_init": True,
-        "dtype": spec.dtype,
-        "seed": spec.seed,
-        "max_model_len": spec.max_context,
-        "max_num_seqs": spec.rows,
-        "logprobs_mode": "processed_logprobs",
-        "max_logprobs": max(1, spec.topk),
-        "enable_prefix_caching": not spec.deterministic,
-        "worker_extension_cls": "turngym.agents.vllm_worker.WeightReceiver",
-        "disable_log_stats": True,
-        "generation_config": "vllm",
-        "use_tqdm_on_load": False,
-    }
-    if is_cpu:
-        args |= {
-            "enforce_eager": True,
-            # Its kernels cannot go on with a seeded draw in the middle of a prompt.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(_BATCHED_TOKENS, _context(spec)),
-            "kv_cache_memory_bytes": int(engine.kv_gib * 2**30),
-            "block_size": _CPU_BLOCK,
-        }
-    else:
-        args["gpu_memory_utilization"] = engine.gpu_memory
-    if spec.lora_rank:
-        if spec.lora_rank > _LORA_RANKS[-1]:
-            raise ConfigError(f"vLLM takes adapters up to rank 512, got {spec.lora_rank}")
-        args |= {
-            "enable_lora": True,
-            "max_loras": 1,
-            "max_cpu_loras": 2,
-            "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= spec.lora_rank),
-        }
-    return args
-
-
-def _context(spec: EngineSpec) -> int:
-    if spec.max_context is not None:
-        return spec.max_context
-    from transformers import AutoConfig
-
-    return int(
-        AutoConfig.from_pretrained(spec.model_path).get_text_config().max_position_embeddings
-    )
-
-
 def _delta() -> Any:
     return importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA
-
-
-@contextlib.contextmanager
-def _undone(*, deterministic: bool) -> Iterator[None]:
-    """Start vLLM with the environment it needs, and undo what it does to its process."""
-    environment = dict(os.environ)
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    set_num_threads, excepthook = torch.set_num_threads, sys.excepthook
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if deterministic:
-        # Splitting the keys of a long context among threads makes a sum depend on the batch.
-        os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
-    try:
-        yield
-    finally:
-        torch.set_num_threads, sys.excepthook = set_num_threads, excepthook
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        os.environ.clear()
-        os.environ.update(environment)

@@ -11,14 +11,15 @@ import numpy as np
 import torch
 from torch import nn
 
+from turngym.agents.config import EngineConfig
 from turngym.agents.decode_draw import draw, likeliest, uniforms
 from turngym.agents.decode_thread import StepThread, fail
-from turngym.agents.model import vocab_size
-from turngym.agents.vllm_backend import EngineDiedError, Sample, SampleRequest
+from turngym.agents.model import attach_lora, load_model, vocab_size
+from turngym.agents.vllm_backend import EngineDiedError, EngineSpec, Sample, SampleRequest
 from turngym.errors import EngineError, EngineTimeoutError, WeightSyncError
 from turngym.types import FinishReason
 
-__all__ = ["FakeBackend", "FakeFaults"]
+__all__ = ["FakeBackend", "FakeFaults", "open_fake"]
 
 
 @dataclass(kw_only=True)
@@ -232,3 +233,11 @@ class FakeBackend:
         )
         if row.future.set_running_or_notify_cancel():
             row.future.set_result(sample)
+
+
+def open_fake(engine: EngineConfig, spec: EngineSpec) -> FakeBackend:
+    """Make a fake from what a real engine is made from."""
+    model, _ = load_model(spec.model_path, dtype=spec.dtype, device="cpu")
+    if spec.lora_rank:
+        model = attach_lora(model, spec.lora_rank, alpha=spec.alpha)
+    return FakeBackend(model, max_context=spec.max_context, timeout_s=engine.timeout_s)

@@ -354,9 +354,9 @@ def open_vllm(
 
         backend = ServerBackend(engine, spec)
     elif engine.isolated:
-        from turngym.agents.vllm_child import ChildBackend
+        from turngym.agents.vllm_isolated import IsolatedBackend
 
-        backend = ChildBackend(engine, spec)
+        backend = IsolatedBackend(engine, spec)
     else:
         from turngym.agents.vllm_engine import InProcessBackend
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 from turngym.errors import ConfigError, WeightSyncError
 
@@ -16,6 +14,7 @@ __all__ = ["check_adapter", "check_weights", "trainer_shapes", "write_adapter", 
 
 Named = Sequence[tuple[str, Any]]
 
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _PEFT = "base_model.model."
 
 
@@ -79,18 +78,33 @@ def check_adapter(named: Named, rank: int) -> None:
 
 
 def write_weights(path: str | Path, named: Named) -> None:
-    """Write weights as a safetensors file.
+    """Write weights as a safetensors file, in place: the path may be that of a descriptor.
 
     Raises:
         WeightSyncError: there is no room for it, or it cannot be written.
     """
-    tensors = {name: _plain(tensor) for name, tensor in named}
+    entries: dict[str, Any] = {}
+    end = 0
+    for name, tensor in named:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        if tensor.dtype not in _DTYPES:
+            raise WeightSyncError(f"pushed {name!r} of {tensor.dtype}, which engines do not take")
+        entries[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
     try:
-        save_file(tensors, path)
-    except Exception as error:  # safetensors wraps the system's errors in its own
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        with open(path, "wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for _, tensor in named:
+                plain = tensor.detach().to("cpu").contiguous()
+                file.write(plain.reshape(-1).view(torch.uint8).numpy())
+    except OSError as error:
         raise WeightSyncError(
-            f"cannot write {size / 2**20:.0f} MiB of weights to {path}: {error}; the old weights "
+            f"cannot write {end / 2**20:.1f} MiB of weights to {path}: {error}; the old weights "
             "stay in use"
         ) from error
 
@@ -132,11 +146,6 @@ def _adapter_name(name: str) -> str:
     stem, _, rest = name.partition(".lora_")
     letter, *_ = rest.split(".")
     return f"{stem}.lora_{letter}.weight"
-
-
-def _plain(tensor: Any) -> Tensor:
-    plain: Tensor = tensor.detach().to("cpu").contiguous()
-    return plain
 
 
 def scratch_root() -> str | None:

@@ -7,6 +7,11 @@ and turn, under (1) lock-step turns with serial tools, as synchronous trainers r
 lock-step turns with parallel tools, (3) the engine. A batch of completions takes as long as its
 slowest. Wall time; sides alternate, ratios are medians over the pairs.
 
+Stragglers: now and then a tool takes many times as long. A trainer takes batch after batch and
+works on each for a while; time a batch under both lock-step loops and under the engine with the
+staleness it may have, and the share of it that was lost to stragglers: waiting, times the share of
+empty seats.
+
 Overhead: instant completions and tools; engine time a turn, thread hop included, and what is left
 after the same policy, renderer and environment calls in a plain loop are taken off. CPU time of
 the process, all threads together, on top of wall time.
@@ -14,6 +19,7 @@ the process, all threads together, on top of wall time.
 
 import argparse
 import asyncio
+import itertools
 import random
 import statistics
 import time
@@ -30,11 +36,15 @@ from turngym.agents.episode import Seat
 from turngym.agents.plain import PlainRenderer
 from turngym.agents.rollout import EnvSource, RolloutEngine, TokenAgent
 from turngym.agents.scripted import ScriptedPolicy
+from turngym.rl.admission import Admission
+from turngym.rl.pipeline import Pipeline
 from turngym.types import Action, Message, Observation, RewardSpec, Status, Task
 
 ENV_ID = "benchmark/SlowTool-v0"
 CALL = '<tool_call>{"name":"f","arguments":{}}</tool_call>'
 RENDERER = PlainRenderer()
+STUCK = 1 / 200
+GROUP = 8
 
 
 class Tasks:
@@ -48,13 +58,20 @@ class Tasks:
 
 
 class SlowTool(gymnasium.Env[Observation, Action]):
-    """Answers every call after a delay drawn from the episode's seed."""
+    """Answers every call after a delay drawn from the episode's seed.
 
-    def __init__(self, *, turns: int = 8, mean_s: float = 0.0) -> None:
+    Args:
+        turns: of an episode.
+        mean_s: mean of the delay.
+        stuck_s: delay of one call in 200, which hangs; 0 = none does.
+    """
+
+    def __init__(self, *, turns: int = 8, mean_s: float = 0.0, stuck_s: float = 0.0) -> None:
         self.task_set = Tasks()
         self.reward_specs = {"done": RewardSpec(name="done")}
         self.turns = turns
         self.mean_s = mean_s
+        self.stuck_s = stuck_s
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -68,7 +85,8 @@ class SlowTool(gymnasium.Env[Observation, Action]):
         """Sleep, answer."""
         self.turn += 1
         if self.mean_s:
-            time.sleep(draw(self.rng, self.mean_s))
+            is_stuck = self.stuck_s > 0 and self.rng.random() < STUCK
+            time.sleep(self.stuck_s if is_stuck else draw(self.rng, self.mean_s))
         is_over = self.turn >= self.turns
         info: dict[str, Any] = {"rewards": self.finish("completed") if is_over else {}}
         if is_over:
@@ -94,12 +112,20 @@ def make_policy(mean_s: float) -> ScriptedPolicy:
     )
 
 
-def make_engine(rows: int, turns: int, policy: ScriptedPolicy, tool_s: float) -> RolloutEngine:
-    """Return an engine over slow tools, all rows in flight; one sample a task."""
+def make_engine(
+    rows: int,
+    turns: int,
+    policy: ScriptedPolicy,
+    tool_s: float,
+    *,
+    stuck_s: float = 0.0,
+    group: int = 1,
+) -> RolloutEngine:
+    """Return an engine over slow tools, all rows in flight."""
     return RolloutEngine(
-        EnvSource(ENV_ID, {"turns": turns, "mean_s": tool_s}),
+        EnvSource(ENV_ID, {"turns": turns, "mean_s": tool_s, "stuck_s": stuck_s}),
         TokenAgent.factory(policy, RENDERER),
-        RolloutConfig(group_size=1, concurrency=rows),
+        RolloutConfig(group_size=group, concurrency=rows),
         seed=0,
     )
 
@@ -107,11 +133,11 @@ def make_engine(rows: int, turns: int, policy: ScriptedPolicy, tool_s: float) ->
 class Row:
     """One trajectory of the loops that do without the engine."""
 
-    def __init__(self, ordinal: int, turns: int, tool_s: float) -> None:
+    def __init__(self, ordinal: int, turns: int, tool_s: float, stuck_s: float = 0.0) -> None:
         self.seat = Seat(
             run_seed=0, ordinal=ordinal, sample=0, task=Tasks()[ordinal], group_id=f"{ordinal}"
         )
-        self.env = SlowTool(turns=turns, mean_s=tool_s)
+        self.env = SlowTool(turns=turns, mean_s=tool_s, stuck_s=stuck_s)
         prompt, _ = self.env.reset(seed=self.seat.env_seed)
         self.context = RENDERER.start(prompt, ())[0].tolist()
 
@@ -133,10 +159,17 @@ class Row:
 
 
 def lock_step(
-    num_rows: int, turns: int, policy: ScriptedPolicy, tool_s: float, *, threads: int
+    num_rows: int,
+    turns: int,
+    policy: ScriptedPolicy,
+    tool_s: float,
+    *,
+    threads: int,
+    stuck_s: float = 0.0,
+    first: int = 0,
 ) -> None:
     """Play turn by turn: all completions, then all tools, `threads` at a time."""
-    rows = [Row(ordinal, turns, tool_s) for ordinal in range(num_rows)]
+    rows = [Row(ordinal, turns, tool_s, stuck_s) for ordinal in range(first, first + num_rows)]
 
     async def completions(turn: int) -> list[Action]:
         return await asyncio.gather(*(row.complete(policy, turn) for row in rows))
@@ -187,6 +220,70 @@ def compare_schedules(
         print(f"  {name:9} {statistics.median(times):7.2f} s   {ratio:5.2f} x the engine")
 
 
+def train_ahead(
+    engine: RolloutEngine, policy: ScriptedPolicy, staleness: int, batches: int, update_s: float
+) -> float:
+    """Take batches and work on each; return the seconds lost to stragglers."""
+    numbers = itertools.count()
+    pipeline = Pipeline(
+        engine,
+        Admission(engine.config.concurrency // GROUP, staleness),
+        draw=lambda count: list(itertools.islice(numbers, count)),
+        replace=lambda: next(numbers),
+        keep=lambda groups: [True] * len(groups),
+        wants_more=lambda kept, drawn: False,
+        exchange=lambda arrivals: arrivals,
+    )
+    lost = 0.0
+    for batch in range(batches):
+        lost += pipeline.take(left=batches - batch).metrics["time/straggler_s"]
+        time.sleep(update_s)
+        policy.version = batch + 1
+        pipeline.synced(batch + 1)
+    return lost
+
+
+def compare_stragglers(options: argparse.Namespace) -> None:
+    """Print what a batch takes when some tools hang, in lock step and ahead of the trainer."""
+    rows, turns, batches = options.rows, options.turns, options.batches
+    latencies = (options.generate_s, options.tool_s, options.stuck_s)
+    print(
+        f"{batches} batches of {rows} trajectories x {turns} turns, one tool in {1 / STUCK:.0f} "
+        f"takes {options.stuck_s} s, the trainer {options.update_s} s"
+    )
+
+    def in_step(threads: int) -> None:
+        for batch in range(batches):
+            policy = make_policy(latencies[0])
+            first = batch * rows
+            lock_step(
+                rows,
+                turns,
+                policy,
+                latencies[1],
+                threads=threads,
+                stuck_s=latencies[2],
+                first=first,
+            )
+            time.sleep(options.update_s)
+
+    for name, threads in (("lock step, serial", 1), ("lock step, parallel", rows)):
+        wall = clock(partial(in_step, threads))[0]
+        print(f"  {name:20} {wall / batches:6.2f} s a batch")
+    for staleness in options.staleness:
+        policy = make_policy(latencies[0])
+        with make_engine(
+            rows, turns, policy, latencies[1], stuck_s=latencies[2], group=GROUP
+        ) as engine:
+            started = time.perf_counter()
+            lost = train_ahead(engine, policy, staleness, batches, options.update_s)
+            wall = time.perf_counter() - started
+        print(
+            f"  {f'staleness {staleness}':20} {wall / batches:6.2f} s a batch, "
+            f"{lost / wall:5.1%} lost to stragglers"
+        )
+
+
 def measure_overhead(rows: int, turns: int, repeats: int) -> None:
     """Print what a turn costs with nothing to wait for."""
     count = rows * turns
@@ -209,7 +306,7 @@ def measure_overhead(rows: int, turns: int, repeats: int) -> None:
 
 
 def main() -> None:
-    """Run both parts."""
+    """Run the parts asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=64, help="trajectories")
     parser.add_argument("--turns", type=int, default=8)
@@ -217,12 +314,21 @@ def main() -> None:
     parser.add_argument("--tool-s", type=float, default=0.01, help="mean latency of a tool")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--overhead-rows", type=int, default=512)
+    parser.add_argument("--batches", type=int, default=16, help="of the part on stragglers")
+    parser.add_argument("--stuck-s", type=float, default=1.0, help="latency of a tool that hangs")
+    parser.add_argument("--update-s", type=float, default=0.2, help="time a trainer works")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])
+    parser.add_argument("--parts", nargs="+", default=["schedules", "stragglers", "overhead"])
     options = parser.parse_args()
     gymnasium.register(ENV_ID, SlowTool)  # type: ignore[arg-type]
-    compare_schedules(
-        options.rows, options.turns, options.generate_s, options.tool_s, options.repeats
-    )
-    measure_overhead(options.overhead_rows, options.turns, options.repeats)
+    if "schedules" in options.parts:
+        compare_schedules(
+            options.rows, options.turns, options.generate_s, options.tool_s, options.repeats
+        )
+    if "stragglers" in options.parts:
+        compare_stragglers(options)
+    if "overhead" in options.parts:
+        measure_overhead(options.overhead_rows, options.turns, options.repeats)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder `checkpoints/step-000040/` with the model (or its adapters) in Hugging Face
 form, `learner.pt` (optimizer, critic, reference, random state), `state.json` (step, position in the
-task stream) and `replay/`, where the algorithm replays.
+task stream, tasks in flight), `replay/`, where the algorithm replays, and `waiting/`, trajectories
+that had finished and not trained, where rollouts run ahead.
 It appears under its name only when complete.
 """
 
@@ -26,7 +27,8 @@ __all__ = ["Checkpoint", "latest", "load_weights", "save", "saving"]
 
 _PREFIX = "step-"
 _REPLAY = "replay"
-_FORMAT = 1
+_WAITING = "waiting"
+_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,11 @@ class Checkpoint:
         """Trajectories kept for replay, read one by one."""
         return TrajectoryStore(self.folder / _REPLAY)
 
+    @property
+    def waiting(self) -> Iterable[Trajectory]:
+        """Trajectories that had finished and not trained, read one by one."""
+        return TrajectoryStore(self.folder / _WAITING)
+
 
 def save(
     run: Path,
@@ -56,6 +63,7 @@ def save(
     learner: Mapping[str, Any],
     state: Mapping[str, Any],
     replay: Sequence[Trajectory] = (),
+    waiting: Sequence[Trajectory] = (),
     keep: int = 2,
 ) -> Path:
     """Write `checkpoints/step-N`; older ones beyond `keep` are removed afterwards.
@@ -73,8 +81,8 @@ def save(
         tokenizer.save_pretrained(partial)
         rng = {"torch_rng": torch.get_rng_state()}
         torch.save(dict(learner) | rng, partial / "learner.pt")
-        if replay:
-            TrajectoryStore(partial / _REPLAY).append(replay)
+        TrajectoryStore(partial / _REPLAY).append(replay)
+        TrajectoryStore(partial / _WAITING).append(waiting)
         write_json(partial / "state.json", dict(state) | {"step": step, "format": _FORMAT})
         if target.exists():
             shutil.rmtree(target)

@@ -1,17 +1,19 @@
-"""Which groups train: draws tasks until an optimizer batch is full, within the algorithm's cap."""
+"""Which tasks are rolled out and which groups train, within the algorithm's cap."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from turngym.agents.rollout import RolloutEngine
 from turngym.errors import ConfigError, EngineError
+from turngym.rl.admission import Admission
 from turngym.rl.algorithm import BoundAlgorithm
 from turngym.rl.filters import PassRates, keep_groups, priorities, retired, wants_more
 from turngym.rl.parallel import Ranks
+from turngym.rl.pipeline import Arrival, Pipeline
 from turngym.rl.replay import ReplayBuffer, join
-from turngym.rl.stream import TaskStream
+from turngym.rl.stream import MixedStream, TaskStream
 from turngym.types import Group, Trajectory
 
 __all__ = ["Collected", "Collector"]
@@ -54,13 +56,14 @@ class Collector:
         demos: has the expert play each task (LUFFY).
         replay: successes to join to groups (RLEP), where `selection.replay` asks for them.
         curriculum: tasks looked at for each one taken, see `priorities`; 1 = every task in turn.
+        staleness: batches that rollouts may run ahead of training, see `Admission`.
         ranks: the processes that train together; each rolls out its share.
     """
 
     def __init__(
         self,
         engine: RolloutEngine,
-        stream: TaskStream,
+        stream: TaskStream | MixedStream,
         bound: BoundAlgorithm,
         *,
         prompts: int,
@@ -68,6 +71,7 @@ class Collector:
         demos: RolloutEngine | None = None,
         replay: ReplayBuffer | None = None,
         curriculum: int = 1,
+        staleness: int = 0,
         ranks: Ranks | None = None,
     ) -> None:
         selection = bound.algorithm.selection
@@ -78,56 +82,68 @@ class Collector:
             )
         if selection.replay and replay is None:
             replay = ReplayBuffer()
-        self.engine = engine
         self.stream = stream
         self.bound = bound
-        self.prompts = prompts
         self.rates = PassRates({}, {})
         self.replay = replay
         self._greedy = greedy
         self._demos = demos
         self._curriculum = curriculum
         self._ranks = ranks or Ranks()
+        self.pipeline = Pipeline(
+            engine,
+            Admission(prompts, staleness),
+            draw=lambda count: self._ranks.share(self._ordinals(count)),
+            replace=self.refill,
+            keep=self._look,
+            wants_more=lambda kept, batches: wants_more(
+                bound, wanted=prompts, kept=kept, batches=batches
+            ),
+            exchange=self._exchange,
+        )
 
-    def collect(self) -> Collected:
-        """Roll out one batch."""
-        kept: list[Group] = []
-        sampled: list[Group] = []
-        batches = 0
-        while not batches or wants_more(
-            self.bound, wanted=self.prompts, kept=len(kept), batches=batches
-        ):
-            mine = self._ranks.share(self._ordinals(self.prompts))
-            fresh = self._ranks.gather(self.engine.run(mine))
-            batches += 1
-            self.stream.position = max(self._ranks.gather([self.stream.position]))
-            sampled += fresh
-            chosen = keep_groups(self.bound, fresh)
-            kept += [group for group, keep in zip(fresh, chosen, strict=True) if keep]
-            self._note(fresh)
-        chosen_groups = kept[: self.prompts] or sampled[-self.prompts :]
-        greedy = self._alongside(self._greedy, chosen_groups)
+    def collect(self, *, left: int | None = None) -> Collected:
+        """Wait for one batch.
+
+        Args:
+            left: batches that the run still wants, this one included; None = no end in sight.
+        """
+        taken = self.pipeline.take(left=left)
+        chosen = taken.groups
+        greedy = self._alongside(self._greedy, chosen)
         if self._greedy is not None:
-            chosen_groups = [group for group in chosen_groups if group.id in greedy]
-            if not chosen_groups:
+            chosen = [group for group in chosen if group.id in greedy]
+            if not chosen:
                 raise EngineError("no greedy episode could be played; see the warnings above")
-        groups = self._join(chosen_groups)
+        groups = self._join(chosen)
         if self.replay is not None:
-            for trajectory in (one for group in sampled for one in group.trajectories):
+            for trajectory in (one for group in taken.sampled for one in group.trajectories):
                 self.replay.add(self.bound, trajectory)
         return Collected(
             groups=groups,
-            sampled=sampled,
-            batches=batches,
+            sampled=taken.sampled,
+            batches=taken.batches,
             greedy={name: group.trajectories[0] for name, group in greedy.items()},
             metrics={
-                "rollout/batches": batches,
-                "rollout/kept_groups_frac": len(kept) / len(sampled),
+                "rollout/batches": taken.batches,
+                "rollout/kept_groups_frac": taken.kept / len(taken.sampled),
                 "rollout/retired_tasks": len(self._retired()),
                 "rollout/joined": sum(len(g.trajectories) for g in groups)
-                - sum(len(g.trajectories) for g in chosen_groups),
+                - sum(len(g.trajectories) for g in chosen),
+                **taken.metrics,
             },
         )
+
+    def _exchange(self, arrivals: list[Arrival]) -> list[Arrival]:
+        """Put together what every process rolled out of a generation batch."""
+        found = self._ranks.gather(arrivals)
+        self.stream.position = max(self._ranks.gather([self.stream.position]))
+        return found
+
+    def _look(self, groups: Sequence[Group]) -> list[bool]:
+        """Remember how well tasks were solved, and decide which groups train."""
+        self._note(groups)
+        return keep_groups(self.bound, groups)
 
     def _alongside(self, engine: RolloutEngine | None, groups: Sequence[Group]) -> dict[str, Group]:
         """Have another engine play the groups' tasks from the same states; by group id.
@@ -169,7 +185,7 @@ class Collector:
         candidates = [self._next_ordinal(gone) for _ in range(count * self._curriculum)]
         if self._curriculum == 1:
             return candidates
-        tasks = [self.engine.source.task(ordinal).id for ordinal in candidates]
+        tasks = [self.pipeline.engine.source.task(ordinal).id for ordinal in candidates]
         weights = priorities(tasks, self.rates.rates())
         rng = random.Random(f"{self.stream.seed}/{self.stream.position}")
         # Weighted sampling without replacement (Efraimidis and Spirakis 2006).
@@ -180,7 +196,7 @@ class Collector:
     def _next_ordinal(self, gone: set[str]) -> int:
         for _ in range(_RETIRED_TRIES):
             (ordinal,) = self.stream.take(1)
-            if not gone or self.engine.source.task(ordinal).id not in gone:
+            if not gone or self.pipeline.engine.source.task(ordinal).id not in gone:
                 break
         return ordinal
 
@@ -190,15 +206,32 @@ class Collector:
             for group in groups:
                 self.rates = self.rates.updated(self.bound, group)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Position in the stream and pass rates, JSON-able."""
-        return {
-            "stream": self.stream.state_dict(),
-            "solved": dict(self.rates.solved),
-            "tried": dict(self.rates.tried),
-        }
+    def synced(self, version: int) -> None:
+        """Take note that the sampler has the trainer's weights, of this policy version."""
+        self.pipeline.synced(version)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+    def close(self) -> None:
+        """Cancel what is in flight. Idempotent."""
+        self.pipeline.close()
+
+    def snapshot(self) -> tuple[dict[str, Any], list[Trajectory]]:
+        """Return what a resume needs, of one moment.
+
+        Returns:
+            Position in the stream, what is under way, pass rates, JSON-able; and the trajectories
+            that have finished and not trained.
+        """
+        with self.pipeline.still():
+            state = {
+                "stream": self.stream.state_dict(),
+                "pipeline": self.pipeline.state_dict(),
+                "solved": dict(self.rates.solved),
+                "tried": dict(self.rates.tried),
+            }
+            return state, self.pipeline.waiting
+
+    def restore(self, state: Mapping[str, Any], waiting: Iterable[Trajectory]) -> None:
+        """Go on from what `snapshot` returned; tasks that were in flight begin anew."""
         self.stream.load_state_dict(state["stream"])
+        self.pipeline.load_state_dict(state["pipeline"], waiting)
         self.rates = PassRates(state["solved"], state["tried"])

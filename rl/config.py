@@ -198,6 +198,10 @@ class TrainConfig:
     env_id: str = "turngym/Calculator-v0"
     """Environment; also the first positional argument."""
 
+    mix: dict[str, float] = field(default_factory=dict)
+    """Further environments that train beside `env_id`, each with the share of the groups it gets
+    for every one of `env_id`'s. Arguments follow the id: `turngym/Lookup-v0?max_hops=3`."""
+
     run: Path = Path("runs/train")
     """Run folder: configuration, metrics, trajectories, checkpoints, the trained model."""
 
@@ -283,6 +287,9 @@ class TrainConfig:
             )
         if self.staleness:
             self._check_ahead()
+        for name, share in self.mix.items():
+            if not 0 < share < float("inf"):
+                raise ConfigError(f"mix: the share of {name} must be positive, got {share}")
 
     def _check_ahead(self) -> None:
         """Refuse what cannot hold while trajectories are sampled ahead of the trainer."""
@@ -296,6 +303,11 @@ class TrainConfig:
                 f"stages.temperature needs staleness=0, got {self.staleness}: a batch is trained "
                 "at one temperature, trajectories sampled ahead would have the one before"
             )
+
+    @property
+    def engine_dtype(self) -> str:
+        """Of the weights that sample."""
+        return self.model.dtype if self.engine.dtype == "auto" else self.engine.dtype
 
     def at(self, batch: int) -> "TrainConfig":
         """Return the settings in force for a rollout batch (from 0), see `Stages`."""

@@ -1,12 +1,12 @@
 """The rollout engines of a run: one that samples, others that play the same tasks beside it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from turngym.agents.agent import AgentFactory
 from turngym.agents.base import Policy, Sampling
 from turngym.agents.renderer import Renderer
-from turngym.agents.rollout import DemoAgent, EnvSource, RolloutEngine, TokenAgent
+from turngym.agents.rollout import DemoAgent, EnvSource, MixedSource, RolloutEngine, TokenAgent
 from turngym.errors import ConfigError
 from turngym.rl.algorithm import BoundAlgorithm
 from turngym.rl.config import TrainConfig
@@ -24,7 +24,6 @@ class Engines:
         renderer: between messages and tokens.
         policy: samples.
         habits: of the expert that demonstrates, by name.
-        refill: gives the ordinal of the task that replaces a dropped group.
 
     Raises:
         ConfigError: the algorithm needs demonstrations and the environment has no expert.
@@ -35,10 +34,9 @@ class Engines:
         config: TrainConfig,
         *,
         bound: BoundAlgorithm,
-        source: EnvSource,
+        source: EnvSource | MixedSource,
         renderer: Renderer,
         policy: Policy,
-        refill: Callable[[], int],
         habits: Mapping[str, float] | None = None,
     ) -> None:
         self._renderer = renderer
@@ -52,7 +50,7 @@ class Engines:
         rollout = replace(config.rollout, deterministic=config.deterministic)
         seed = config.seed
         factory = self._factory(config, config.temperature)
-        self.train = RolloutEngine(source, factory, rollout, seed=seed, refill=refill)
+        self.train = RolloutEngine(source, factory, rollout, seed=seed)
         self.greedy: RolloutEngine | None = None
         self.demos: RolloutEngine | None = None
         if bound.needs_greedy:

@@ -112,10 +112,11 @@ class Learner:
         found, planned, first = self._improve(batch, credit)
         metrics |= found
         if batch.logp_old is not None:
-            metrics |= mismatch(batch, torch.arange(batch.num_tokens), batch.logp_old)
+            everything = torch.arange(batch.num_tokens)
+            metrics |= mismatch(batch, everything, batch.logp_old, version=before)
         else:
             here = [(index, logp.cpu()) for index, logp in first]
-            metrics |= mismatch(batch, *joined(self._ranks.gather(here)))
+            metrics |= mismatch(batch, *joined(self._ranks.gather(here)), version=before)
         self.state = adapt(
             self.bound,
             planned.state,

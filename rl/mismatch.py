@@ -14,25 +14,32 @@ from turngym.rl.batch import Batch
 __all__ = ["joined", "mismatch", "staleness"]
 
 
-def mismatch(batch: Batch, index: Tensor, logp: Tensor) -> dict[str, float]:
+def mismatch(batch: Batch, index: Tensor, logp: Tensor, *, version: int = -1) -> dict[str, float]:
     """Compare log-probabilities taken before the first update with the sampler's.
 
     Args:
         batch: of N tokens; demonstrations are left out, no sampler drew them.
         index: flat indices of the tokens scored, (n,) int64.
         logp: of the trainer, (n,).
+        version: of the trainer's weights; -1 = none that sampled.
 
     Returns:
         `train/mismatch_kl`, an estimate of KL(sampler || trainer) a token (k3: exp(d) - 1 - d),
         and quantiles of the ratio trainer / sampler; nothing when no sampled token was scored.
+        `train/mismatch_kl_fresh` is the first over tokens that weights of this very version
+        sampled, where the batch has others too: the engine's noise without the effect of age.
     """
     kept = batch.trainable[index] & ~batch.demo[batch.row[index]]
     d = (logp.cpu().double() - batch.logp_rollout[index].double())[kept].clamp(-20, 20)
     if not len(d):
         return {}
+    kl = torch.expm1(d) - d
+    fresh = batch.version[index][kept] == version
+    mixed = bool(fresh.any()) and not bool(fresh.all())
     low, high = torch.quantile(_thin(d), torch.tensor([0.01, 0.99], dtype=d.dtype)).exp().tolist()
     return {
-        "train/mismatch_kl": float((torch.expm1(d) - d).mean()),
+        "train/mismatch_kl": float(kl.mean()),
+        **({"train/mismatch_kl_fresh": float(kl[fresh].mean())} if mixed else {}),
         "train/mismatch_ratio_p01": low,
         "train/mismatch_ratio_p99": high,
         "train/mismatch_ratio_max": float(d.abs().max().exp()),

@@ -35,6 +35,8 @@ class Models:
         self._config = config
         self._ranks = ranks
         self._checkpoint = checkpoint
+        self.source: str | Path = config.model.path
+        """Folder or hub id of the model loaded last."""
 
     def load(self, *, started: bool = False) -> tuple[Any, Any]:
         """Load a model and its tokenizer.
@@ -59,6 +61,7 @@ class Models:
                     "cold start that teaches it to speak: it may never earn a reward; set "
                     "sft.steps=900, or begin with recipes/calculator.toml"
                 )
+        self.source = path
         device = self._ranks.device or config.device
         return load_model(path, dtype=config.dtype, device=device)
 

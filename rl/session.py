@@ -6,24 +6,23 @@ model -> cold start -> evaluation -> reinforcement learning -> evaluation -> sav
 import contextlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from turngym.agents.base import Sampling
+from turngym.agents.base import Sampling, TrainablePolicy
 from turngym.agents.evaluation import evaluate
 from turngym.agents.head import vocab_size
-from turngym.agents.hf_policy import HFPolicy
 from turngym.agents.renderer import Renderer
-from turngym.agents.rollout import DemoAgent, EnvSource, RolloutEngine, TokenAgent
+from turngym.agents.rollout import DemoAgent, EnvSource, MixedSource, RolloutEngine, TokenAgent
 from turngym.agents.seeds import derive
 from turngym.agents.store import TrajectoryStore
 from turngym.config import dump
 from turngym.errors import CheckpointError, ConfigError
-from turngym.rl.algorithm import BoundAlgorithm, RunFacts
+from turngym.rl.algorithm import BoundAlgorithm
 from turngym.rl.checkpoint import Checkpoint, latest, saving
 from turngym.rl.collector import Collector
 from turngym.rl.config import TrainConfig
@@ -33,10 +32,11 @@ from turngym.rl.models import Models
 from turngym.rl.observer import Observer, Quiet
 from turngym.rl.parallel import Ranks
 from turngym.rl.replay import ReplayBuffer
+from turngym.rl.sampler import open_policy
 from turngym.rl.sft import cold_start
-from turngym.rl.stream import TaskStream
 from turngym.rl.trainer import Trainer
 from turngym.rl.weights import Canary
+from turngym.rl.worlds import Worlds
 from turngym.tracking import Many, Tracker, make_tracker, write_json
 
 __all__ = ["TrainSession", "train"]
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 _FIXED = (
-    *("env_id", "env", "seed", "prompts", "temperature", "curriculum"),
+    *("env_id", "env", "mix", "seed", "prompts", "temperature", "curriculum", "staleness"),
     *("model", "algorithm", "optim", "critic", "sft"),
 )
 """Settings that a resumed run must share with its beginning."""
@@ -95,6 +95,7 @@ class TrainSession:
         self.config = config
         self.trainer: Trainer | None = None
         self._env_kwargs = dict(env_kwargs)
+        self._worlds = Worlds(config, env_kwargs)
         self._observer = observer
         self._stack = contextlib.ExitStack()
         self._ranks = Ranks.from_environment(device=config.model.device)
@@ -144,8 +145,9 @@ class TrainSession:
     def run(self) -> None:
         """Run all stages."""
         config = self.config
-        source = EnvSource(config.env_id, self._env_kwargs, "train")
-        bound = self._bind(source)
+        source = self._worlds.source()
+        self._stack.callback(source.close)
+        bound = self._worlds.bind(source)
         model, tokenizer = self._models.load()
         self._ranks.wait()
         if self._ranks.is_main:  # from here on the folder is this run's
@@ -157,16 +159,14 @@ class TrainSession:
             self._ranks.wait()
             model, tokenizer = self._models.load(started=True)
         model, reference, critic = self._models.ready(model, bound)
-        policy = self._stack.enter_context(
-            HFPolicy(
-                model,
-                max_rows=config.rollout.concurrency,
-                max_context=config.most_context,
-                deterministic=config.deterministic,
-                threads=config.threads,
-                topk=config.topk if bound.needs_topk else 0,
-            )
+        policy = open_policy(
+            config,
+            model,
+            source=self._models.source,
+            ranks=self._ranks,
+            topk=config.topk if bound.needs_topk else 0,
         )
+        self._stack.callback(policy.close)
         learner = Learner(
             model,
             bound,
@@ -179,6 +179,7 @@ class TrainSession:
             ranks=self._ranks,
         )
         trainer = self._assemble(learner, tokenizer, renderer, source, policy)
+        trainer.sync()
         main = self._ranks.is_main
         if config.eval.before and self._checkpoint is None and main:
             self._evaluate(renderer, policy, "before")
@@ -201,7 +202,7 @@ class TrainSession:
         config, sft = self.config, self.config.sft
         if config.model.lora_rank:
             model = self._models.attach(model)
-        source = EnvSource(config.env_id, self._env_kwargs, "train")
+        source = self._worlds.source()
         rollout = replace(config.rollout, group_size=1, deterministic=config.deterministic)
         agent = DemoAgent.factory(renderer, sft.habits)
         stage = self._observer.stage
@@ -212,7 +213,7 @@ class TrainSession:
                 agent,
                 rollout,
                 seed=derive(config.seed, "demos"),
-                progress=lambda done, _: advance(done),
+                progress=_showing(advance),
             ) as engine,
         ):
             demos = engine.run(range(sft.demos))
@@ -230,27 +231,13 @@ class TrainSession:
             model.save_pretrained(config.run / "base")
             tokenizer.save_pretrained(config.run / "base")
 
-    def _bind(self, source: EnvSource) -> BoundAlgorithm:
-        config = self.config
-        max_turns = self._env_kwargs.get("max_turns") or source.max_turns
-        facts = RunFacts(
-            rubric=source.reward_specs,
-            group_size=config.rollout.group_size,
-            max_tokens=config.most_tokens * max_turns if max_turns else None,
-            updates=config.optim.minibatches * config.optim.epochs,
-            has_reference=True,
-            has_critic=True,
-            topk=config.topk,
-        )
-        return config.algorithm.bind(facts)
-
     def _assemble(
         self,
         learner: Learner,
         tokenizer: Any,
         renderer: Renderer,
-        source: EnvSource,
-        policy: HFPolicy,
+        source: EnvSource | MixedSource,
+        policy: TrainablePolicy,
     ) -> Trainer:
         config = self.config
         renderer.check_vocab(vocab_size(learner.model))
@@ -260,20 +247,21 @@ class TrainSession:
             source=source,
             renderer=renderer,
             policy=policy,
-            refill=lambda: collector.refill(),
         )
         self._stack.callback(engines.close)
         collector = Collector(
             engines.train,
-            TaskStream(len(source.task_set), derive(config.seed, "tasks")),
+            self._worlds.stream(source),
             learner.bound,
             prompts=config.prompts,
             greedy=engines.greedy,
             demos=engines.demos,
             replay=self._experience(learner.bound),
             curriculum=config.curriculum,
+            staleness=config.staleness,
             ranks=self._ranks,
         )
+        self._stack.callback(collector.close)
         step = self._checkpoint.step + 1 if self._checkpoint else None
         tracker: Tracker = Many([])
         if self._ranks.is_main:
@@ -281,7 +269,8 @@ class TrainSession:
         self._stack.callback(tracker.close)
         tracker.config(self._facts())
         prompt = renderer.start([{"role": "user", "content": "Hello"}], []).ids
-        tolerance = 1e-4 if config.model.dtype == "float32" else 0.2
+        dtypes = {config.model.dtype, config.engine_dtype}
+        tolerance = 1e-4 if dtypes == {"float32"} else 0.2
         self.trainer = Trainer(
             config,
             learner=learner,
@@ -316,27 +305,33 @@ class TrainSession:
                 buffer.add(bound, trajectory)
         return buffer
 
-    def _evaluate(self, renderer: Renderer, policy: HFPolicy, name: str) -> None:
+    def _evaluate(self, renderer: Renderer, policy: TrainablePolicy, name: str) -> None:
         if not self._ranks.is_main:
             return
         config = self.config.at(0 if self.trainer is None else self.trainer.step)
-        source = EnvSource(config.env_id, self._env_kwargs, "eval")
-        tasks = min(config.eval.tasks, len(source.task_set))
         sampling = Sampling(temperature=config.temperature, max_tokens=config.rollout.max_tokens)
-        stage = self._observer.stage(f"evaluation {name}", tasks * config.eval.samples)
-        with (
-            stage as advance,
-            RolloutEngine(
-                source,
-                TokenAgent.factory(policy, renderer, sampling),
-                replace(config.rollout, group_size=1, deterministic=config.deterministic),
-                seed=derive(config.seed, "eval"),
-                progress=lambda done, _: advance(done),
-            ) as engine,
-        ):
-            report = evaluate(engine, num_tasks=tasks, samples_per_task=config.eval.samples)
-        write_json(config.run / "evaluations" / f"{name}.json", report.to_json())
-        self._observer.evaluated(name, report)
+        agent = TokenAgent.factory(policy, renderer, sampling)
+        rollout = replace(config.rollout, group_size=1, deterministic=config.deterministic)
+        for title, source in self._worlds.held_back(name):
+            tasks = min(config.eval.tasks, len(source.task_set))
+            stage = self._observer.stage(f"evaluation {title}", tasks * config.eval.samples)
+            with (
+                stage as advance,
+                RolloutEngine(
+                    source,
+                    agent,
+                    rollout,
+                    seed=derive(config.seed, "eval"),
+                    progress=_showing(advance),
+                ) as engine,
+            ):
+                report = evaluate(engine, num_tasks=tasks, samples_per_task=config.eval.samples)
+            write_json(config.run / "evaluations" / f"{title}.json", report.to_json())
+            self._observer.evaluated(title, report)
+
+
+def _showing(advance: Callable[..., None]) -> Callable[[int, int], None]:
+    return lambda done, _: advance(done)
 
 
 def _difference(began: Any, now: Any, where: str = "") -> str:

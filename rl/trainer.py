@@ -1,15 +1,19 @@
-"""The training loop, blind to the algorithm.
+"""The training loop, blind to the algorithm and to what samples.
 
 (critic alone, where the algorithm wants it first), then
 collect -> update -> sync -> canary -> log -> (save, evaluate)
+
+How far rollouts run ahead of it is the collector's matter: with staleness 0 they begin when the
+loop collects, else they go on all the while.
 """
 
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from turngym.agents.hf_policy import HFPolicy
+from turngym.agents.base import TrainablePolicy
 from turngym.agents.store import TrajectoryStore
+from turngym.errors import EngineError, WeightSyncError
 from turngym.rl.checkpoint import Checkpoint, save
 from turngym.rl.collector import Collected, Collector
 from turngym.rl.config import TrainConfig
@@ -46,7 +50,7 @@ class Trainer:
         config: TrainConfig,
         *,
         learner: Learner,
-        policy: HFPolicy,
+        policy: TrainablePolicy,
         engines: Engines,
         collector: Collector,
         tokenizer: Any,
@@ -77,15 +81,34 @@ class Trainer:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint whose weights are already in the model."""
         self.learner.load_state_dict(checkpoint.learner)
-        self.collector.load_state_dict(checkpoint.state["collector"])
+        self.collector.restore(checkpoint.state["collector"], checkpoint.waiting)
         if self.collector.replay is not None:
             for trajectory in checkpoint.replay:
                 self.collector.replay.put(trajectory)
         self.step = self._saved = checkpoint.step
-        self.policy.set_version(self.learner.version)
+
+    def sync(self) -> float:
+        """Bring the weights to the sampler and make sure that they are in use.
+
+        Returns:
+            What the canary measured, nats.
+
+        Raises:
+            EngineError: the engine failed, or took too long.
+            WeightSyncError: the engine does not sample from the trainer's weights.
+        """
+        model, version = self.learner.model, self.learner.version
+        trained = ((name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
+        self.policy.push(trained, version=version)
+        gap = self._canary.check(self.policy, model, version=version)
+        self.collector.synced(version)
+        return gap
 
     def run(self, report: StepReport | None = None) -> None:
         """Train until `config.steps` rollout batches are done or `stop_requested` is set.
+
+        Call `sync` first. When a sync fails later on, what was learned is saved before the error
+        is raised.
 
         Args:
             report: called after every rollout batch with (batches done, metrics).
@@ -100,7 +123,6 @@ class Trainer:
             self._pretrain_critic()
         while self.step < self.config.steps and not self.stop_requested:
             metrics = self._train_one()
-            self.step += 1
             self._tracker.log(metrics, self.step)
             if report is not None:
                 report(self.step, metrics)
@@ -116,16 +138,19 @@ class Trainer:
         metrics: dict[str, float] = {}
         while self.learner.pretraining_left and not self.stop_requested:
             metrics = self.learner.pretrain_critic(self._collect().groups)
+            self.collector.synced(self.learner.version)
         if metrics:
             self._saved = -1
             self._tracker.log(metrics, self.step)
 
     def _collect(self) -> Collected:
-        """Roll out one batch with the settings in force."""
+        """Wait for a batch, sampled with the settings in force."""
         now = self.config.at(self.step)
         self._engines.use(now)
         self.learner.temperature = now.temperature
-        return self.collector.collect()
+        if self.policy.version != self.learner.version:  # an engine that had to start again
+            self.sync()
+        return self.collector.collect(left=self.config.steps - self.step)
 
     def _train_one(self) -> dict[str, float]:
         started = time.perf_counter()
@@ -134,8 +159,12 @@ class Trainer:
         self._keep(collected)
         metrics = self.learner.update(collected.groups, greedy=collected.greedy)
         updated_at = time.perf_counter()
-        self.policy.set_version(self.learner.version)
-        gap = self._canary.check(self.policy, self.learner.model, version=self.learner.version)
+        self.step += 1
+        try:
+            gap = self.sync()
+        except (EngineError, WeightSyncError):
+            self.save()
+            raise
         synced_at = time.perf_counter()
         return (
             reward_metrics(collected.sampled)
@@ -161,14 +190,16 @@ class Trainer:
         self._saved = self.step
         if not self._is_main:
             return
+        state, waiting = self.collector.snapshot()
         save(
             self.config.run,
             step=self.step,
             model=self.learner.model,
             tokenizer=self._tokenizer,
             learner=self.learner.state_dict(),
-            state={"collector": self.collector.state_dict()},
+            state={"collector": state},
             replay=[] if self.collector.replay is None else list(self.collector.replay),
+            waiting=waiting,
             keep=self.config.keep_checkpoints,
         )
 
@@ -189,6 +220,11 @@ def reward_metrics(groups: list[Group]) -> dict[str, float]:
             metrics[f"reward/{name}/mean"] = sum(known) / len(known)
         totals = [t + spec.weight * (v or 0.0) for t, v in zip(totals, values, strict=True)]
     count = len(trajectories)
+    earned: dict[str, list[float]] = {}
+    for one, total in zip(trajectories, totals, strict=True):
+        earned.setdefault(one.env_id.rpartition("/")[2], []).append(total)
+    if len(earned) > 1:
+        metrics |= {f"env/{name}/reward": sum(of) / len(of) for name, of in earned.items()}
     return metrics | {
         "reward/mean": sum(totals) / count,
         "rollout/episodes": count,

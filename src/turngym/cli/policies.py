@@ -180,7 +180,7 @@ def _open_vllm(
             rows=rollout.concurrency,
             deterministic=rollout.deterministic,
             threads=options.threads,
-            dtype=options.dtype,
+            dtype=options.dtype if engine.dtype == "auto" else engine.dtype,
             training=False,
         )
     else:

@@ -24,7 +24,11 @@ PLAIN = PlainRenderer()
 
 
 def engine(
-    source: EnvSource, policy: Any = None, *, refill: Callable[[], int] | None = None, **config: Any
+    source: EnvSource,
+    policy: Any = None,
+    *,
+    refill: Callable[[int], int] | None = None,
+    **config: Any,
 ) -> RolloutEngine:
     policy = policy or ScriptedPolicy([CALL, "yes"], encode=PLAIN.encode)
     settings = RolloutConfig(**({"group_size": 2} | config))
@@ -174,7 +178,7 @@ def test_a_group_that_keeps_failing_is_dropped_whole_and_another_task_takes_its_
 def test_the_callers_stream_fills_dropped_groups(relay: Relay) -> None:
     stream = iter([40, 41])
     source = relay(faults={0: "env"}, fault_tasks=("task-1", "task-40"))
-    with engine(source, refill=lambda: next(stream), failure_rate=1.0) as rollouts:
+    with engine(source, refill=lambda _: next(stream), failure_rate=1.0) as rollouts:
         groups = rollouts.run([0, 1])
     assert [group.ordinal for group in groups] == [0, 41]
 
@@ -182,7 +186,7 @@ def test_the_callers_stream_fills_dropped_groups(relay: Relay) -> None:
 def test_a_stream_that_repeats_itself_is_refused(relay: Relay) -> None:
     source = relay(faults={0: "env"}, fault_tasks=("task-1",))
     with (
-        engine(source, refill=lambda: 0, failure_rate=1.0) as rollouts,
+        engine(source, refill=lambda _: 0, failure_rate=1.0) as rollouts,
         pytest.raises(ConfigError, match="refill gave ordinal 0"),
     ):
         rollouts.run([0, 1])

@@ -70,7 +70,7 @@ def test_another_format_is_refused(model: Any, tmp_path: Path) -> None:
     folder = write(tmp_path, model, 3)
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps(state | {"format": 99}))
-    with pytest.raises(CheckpointError, match="has format 99, this version reads 1"):
+    with pytest.raises(CheckpointError, match="has format 99, this version reads 2"):
         latest(tmp_path)
 
 

@@ -129,7 +129,7 @@ def test_a_restored_collector_draws_what_the_first_would_have_drawn(world: Any) 
     bound = world.bind(preset("scalerl"))
     first, second = world.collector(bound), world.collector(bound)
     first.collect()
-    second.load_state_dict(first.state_dict())
+    second.restore(*first.snapshot())
     assert [g.ordinal for g in second.collect().sampled] == [
         g.ordinal for g in first.collect().sampled
     ]

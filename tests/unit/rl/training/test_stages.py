@@ -63,7 +63,6 @@ def test_engines_sample_with_the_settings_in_force(world: Any) -> None:
         source=world.source,
         renderer=world.renderer,
         policy=policy,
-        refill=lambda: 99,
     )
     assert engines.greedy is not None
     assert engines.demos is None
@@ -87,5 +86,4 @@ def test_demonstrations_need_an_expert(world: Any) -> None:
             source=world.source,
             renderer=world.renderer,
             policy=world.policy,
-            refill=lambda: 99,
         )

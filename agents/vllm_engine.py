@@ -137,7 +137,7 @@ class InProcessBackend:
         with vllm_environment(deterministic=self._spec.deterministic):
             self._vllm = import_vllm()
             try:
-                is_cpu = self._vllm.platforms.current_platform.is_cpu()
+                is_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
                 args = self._vllm.EngineArgs(**engine_args(engine, self._spec, is_cpu=is_cpu))
                 self._engine = self._vllm.LLMEngine.from_engine_args(args)
                 self._probe()
@@ -254,10 +254,14 @@ class InProcessBackend:
                 raise WeightSyncError(
                     f"vLLM refused adapter {adapter.lora_name!r}: {error}"
                 ) from error
+        self._use(adapter)
+        return int(self._adapter.lora_name.partition("@")[2])
+
+    def _use(self, adapter: Any) -> None:
+        """Sample with an adapter from now on, and drop the one before."""
         if self._adapter is not None:
             self._engine.remove_lora(self._adapter.lora_int_id)
         self._adapter = adapter
-        return int(adapter.lora_name.partition("@")[2])
 
     def release(self, session: str) -> None:
         """Nothing is kept by session: the prefix cache forgets by age."""

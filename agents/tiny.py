@@ -13,7 +13,7 @@ from typing import Any
 
 from turngym.errors import ConfigError
 
-__all__ = ["TINY_WORDS", "TinyConfig", "build_tiny_agent"]
+__all__ = ["TINY_WORDS", "WIDE_HEADS", "TinyConfig", "build_tiny_agent"]
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -57,6 +57,10 @@ class TinyConfig:
     max_context: int = 1024
     words: tuple[str, ...] = TINY_WORDS
     """Pieces of more than one character that are one token each."""
+
+
+WIDE_HEADS = TinyConfig(heads=3, kv_heads=3, head_dim=32)
+"""A shape that vLLM runs too: its attention on a CPU knows no heads narrower than 32."""
 
 
 def tiny_tokenizer(words: Sequence[str] = TINY_WORDS) -> Any:

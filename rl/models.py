@@ -7,7 +7,7 @@ from typing import Any
 
 from turngym.agents.model import attach_lora, load_model
 from turngym.agents.seeds import derive
-from turngym.agents.tiny import build_tiny_agent
+from turngym.agents.tiny import WIDE_HEADS, TinyConfig, build_tiny_agent
 from turngym.rl.algorithm import BoundAlgorithm
 from turngym.rl.checkpoint import Checkpoint, load_weights, saving
 from turngym.rl.config import TrainConfig
@@ -53,7 +53,8 @@ class Models:
             if self._ranks.is_main and self._checkpoint is None:
                 shutil.rmtree(path, ignore_errors=True)  # left by a start that was refused
                 with saving(path):
-                    build_tiny_agent(path, seed=self._config.seed)
+                    shape = WIDE_HEADS if self._config.engine.kind == "vllm" else TinyConfig()
+                    build_tiny_agent(path, shape, seed=self._config.seed)
             self._ranks.wait()
             if self._checkpoint is None and not self._config.sft.steps:
                 logger.warning(

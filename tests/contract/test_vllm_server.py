@@ -1,4 +1,4 @@
-"""A real vLLM server on a CPU: tokens, weights and adapters over HTTP (see docs/vllm-servers.md)."""
+"""A real vLLM server on a CPU: tokens, weights and adapters over HTTP; see docs/vllm-servers.md."""
 
 import asyncio
 import os

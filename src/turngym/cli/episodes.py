@@ -82,8 +82,8 @@ def parse(default: C, argv: Sequence[str], *, prog: str) -> tuple[C, dict[str, A
 @contextmanager
 def open_engine(
     config: EpisodesConfig, env_kwargs: dict[str, Any], advance: Callable[[int, int], None]
-) -> "Iterator[RolloutEngine]":
-    """Yield a rollout engine that plays the configured policy."""
+) -> "Iterator[tuple[RolloutEngine, int]]":
+    """Yield a rollout engine that plays the configured policy, and how many tasks there are."""
     from turngym.agents.rollout import EnvSource, RolloutEngine
 
     source = EnvSource(config.env_id, env_kwargs, config.split)
@@ -95,7 +95,7 @@ def open_engine(
             source, factory, config.rollout, seed=config.seed, progress=advance
         ) as engine,
     ):
-        yield engine
+        yield engine, len(source.task_set)
 
 
 def task_count(config: EpisodesConfig, available: int) -> int:

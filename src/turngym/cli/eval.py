@@ -46,8 +46,9 @@ def run(argv: Sequence[str]) -> None:
     def advance(done: int, asked: int) -> None:
         show(done, total=asked)
 
-    with progress("episodes") as show, open_engine(config, env_kwargs, advance) as engine:
-        count = task_count(config, len(engine.source.task_set))
+    with progress("episodes") as show, open_engine(config, env_kwargs, advance) as opened:
+        engine, available = opened
+        count = task_count(config, available)
         report = evaluate(
             engine,
             num_tasks=count,

@@ -34,9 +34,10 @@ def run(argv: Sequence[str]) -> None:
     store = TrajectoryStore(config.out)
     with (
         progress("episodes") as show,
-        open_engine(config, env_kwargs, lambda done, asked: show(done, total=asked)) as engine,
+        open_engine(config, env_kwargs, lambda done, asked: show(done, total=asked)) as opened,
     ):
-        count = min(task_count(config, len(engine.source.task_set)), config.tasks or 16)
+        engine, available = opened
+        count = min(task_count(config, available), config.tasks or 16)
         groups = engine.run(range(count))
         for group in groups:
             store.append(group.trajectories, {"group": group.id})

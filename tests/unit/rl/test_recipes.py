@@ -1,5 +1,6 @@
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,11 +85,11 @@ def test_a_shape_is_read_from_a_configuration() -> None:
 
 
 def test_what_trains_decides_the_memory() -> None:
-    settings = {"micro_tokens": 1024, "concurrency": 8, "context": 1024}
+    settings: dict[str, Any] = {"micro_tokens": 1024, "concurrency": 8, "context": 1024}
     shape = SHAPES["Qwen/Qwen3-0.6B"]
-    full = estimate(shape, dtype="float32", **settings)  # type: ignore[arg-type]
-    lora = estimate(shape, dtype="float32", lora_rank=8, **settings)  # type: ignore[arg-type]
-    kept = estimate(shape, dtype="float32", reference=True, **settings)  # type: ignore[arg-type]
+    full = estimate(shape, dtype="float32", **settings)
+    lora = estimate(shape, dtype="float32", lora_rank=8, **settings)
+    kept = estimate(shape, dtype="float32", reference=True, **settings)
     assert full.weights == pytest.approx(4 * shape.parameters / 2**30)
     assert full.optimizer == pytest.approx(3 * full.weights)
     assert lora.optimizer < 0.05 * full.optimizer

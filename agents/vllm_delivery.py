@@ -33,6 +33,10 @@ LOAD_WEIGHTS = "turngym_load_file"
 """Method of our worker extension: `(path of a safetensors file, version) -> version`."""
 
 
+_PROBE = [1, 5, 2, 7, 3, 11, 4, 13, 6, 9, 8, 12, 10, 14, 1, 15]
+"""Any tokens that every vocabulary has."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Current:
     """The weights that requests ask for now."""
@@ -169,6 +173,38 @@ class Delivery:
         with contextlib.suppress(EngineError):
             self._everywhere(unload)
         self._opened().drop(weights.folder)
+
+    def compare(self, model: str, *, tolerance: float) -> None:
+        """Check that all servers think alike: the trainer's canary asks only one of them.
+
+        Args:
+            model: name of the servers' model.
+            tolerance: largest difference of a token's log-probability.
+
+        Raises:
+            WeightSyncError: one does not have the weights of the others; holds both numbers.
+        """
+        found: dict[str, list[float]] = {}
+
+        async def ask(client: HttpClient) -> None:
+            body = {"prompt": _PROBE, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+            fields = self.current.fields(model) | body
+            told = await client.call("/v1/completions", fields, timeout_s=self._timeout_s)
+            places = told["choices"][0]["prompt_logprobs"][1:]
+            found[client.url] = [
+                place[str(id)]["logprob"] for id, place in zip(_PROBE[1:], places, strict=True)
+            ]
+
+        self._everywhere(ask)
+        (first, wanted), *others = sorted(found.items())
+        for url, logp in others:
+            place = max(range(len(logp)), key=lambda k: abs(logp[k] - wanted[k]))
+            if not abs(logp[place] - wanted[place]) <= tolerance:
+                raise WeightSyncError(
+                    f"version {self.current.version}: {url} gives a token {logp[place]:.4f}, "
+                    f"{first} gives it {wanted[place]:.4f} (allowed difference {tolerance:g}): one of them "
+                    "does not have the weights"
+                )
 
     async def restore(self, client: HttpClient) -> None:
         """Bring the current adapter to a server that was restarted; weights must still be there.

@@ -121,6 +121,9 @@ class ServerBackend:
         self._model = self.model_path = ""
         self._max_context = (spec and spec.max_context) or 1 << 62
         self._vocab = 0
+        self._count = len(engine.urls)
+        dtype = engine.dtype if engine.dtype != "auto" or spec is None else spec.dtype
+        self._tolerance = 1e-3 if dtype == "float32" else 0.2
         self._is_closed = False
         self._processed = False
         self._drafts: dict[asyncio.Task[Any], Draft] = {}
@@ -281,6 +284,8 @@ class ServerBackend:
                 written. Adapters: the ones before stay in use.
         """
         self._delivery.bring(named, version=version)
+        if self._count > 1:
+            self._delivery.compare(self._model, tolerance=self._tolerance)
 
     def everywhere(self, work: Callable[[HttpClient], Awaitable[None]]) -> None:
         """Do something on every server and wait; see `Fleet.everywhere`."""

@@ -89,7 +89,9 @@ def served(
 @pytest.fixture
 def policy(served: tuple[str, int], folder: Path) -> Iterator[VLLMPolicy]:
     url, rank = served
-    engine = EngineConfig(kind="vllm", urls=(url,))
+    # One server by two names: weights may come twice, an adapter's name only once.
+    urls = (url,) if rank else (url, url.replace("127.0.0.1", "localhost"))
+    engine = EngineConfig(kind="vllm", urls=urls)
     with open_vllm(engine, model_path=folder, lora_rank=rank, topk=2) as opened:
         yield opened
 

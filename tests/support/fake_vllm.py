@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -256,10 +257,21 @@ class FakeVLLM:
         try:
             tokens = self._sample(body, min(room, body["max_tokens"]))
             if not body.get("stream"):
-                return web.json_response({"choices": [chunk(body, list(tokens))]})
+                return web.json_response({"choices": [self._whole(body, list(tokens))]})
             return await self._stream(request, body, tokens)
         finally:
             self.running -= 1
+
+    def _whole(self, body: dict[str, Any], tokens: list[dict[str, Any]]) -> dict[str, Any]:
+        choice = chunk(body, tokens)
+        if body.get("prompt_logprobs") is not None:
+            logp, prompt = log_softmax(self._weights(body)), body["prompt"]
+            told = ({b: {"logprob": logp[a, b]}} for a, b in pairwise(prompt))
+            choice["prompt_logprobs"] = [None, *told]
+        return choice
+
+    def _weights(self, body: dict[str, Any]) -> NDArray[np.float32]:
+        return self.table + self.adapters.get(body["model"], np.float32(0))
 
     async def _stream(
         self, request: web.Request, body: dict[str, Any], tokens: Iterator[dict[str, Any]]
@@ -287,10 +299,10 @@ class FakeVLLM:
 
     def _sample(self, body: dict[str, Any], most: int) -> Iterator[dict[str, Any]]:
         """Yield tokens; the whole answer depends on the prompt, the seed and the weights alone."""
-        rng = np.random.default_rng(body["seed"] % 2**63)
+        rng = np.random.default_rng(body.get("seed", 0) % 2**63)
         last, temperature = body["prompt"][-1], body["temperature"]
         for position in range(most):
-            weights = self.table + self.adapters.get(body["model"], np.float32(0))
+            weights = self._weights(body)
             shown = temperature if self.mode == "processed" and temperature else 1.0
             logp = log_softmax(weights[last], shown)
             drawn = np.cumsum(np.exp(log_softmax(weights[last], temperature or 1.0)))
@@ -300,7 +312,7 @@ class FakeVLLM:
             )
             stop = last in body.get("stop_token_ids", [])
             finish = "stop" if stop else "length" if position == most - 1 else None
-            top = {i: float(logp[i]) for i in np.argsort(-logp)[: body["logprobs"]].tolist()}
+            top = {i: float(logp[i]) for i in np.argsort(-logp)[: body.get("logprobs", 0)].tolist()}
             yield {"id": last, "logp": float(logp[last]), "top": top, "finish": finish}
             if finish:
                 return

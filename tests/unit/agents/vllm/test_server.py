@@ -350,3 +350,22 @@ def test_a_closed_backend_refuses_and_lets_waiting_requests_fail(server: FakeVLL
     backend.close()
     with pytest.raises(EngineError, match="closed"):
         sample(backend)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_servers_that_do_not_think_alike_after_an_update_are_found_out(
+    lora: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = adapter if lora else lambda seed: [("table", torch.from_numpy(make_table(seed)))]
+    with serving(2) as servers:
+        backend = connect(*servers)
+        backend.load(named(1), version=1)
+        if lora:
+            monkeypatch.setattr(servers[1], "_weights", lambda body: servers[1].table)
+        else:
+            monkeypatch.setattr(servers[1], "worker_call", lambda *args: args[-1])
+        with pytest.raises(
+            WeightSyncError, match=r"version 2: .* gives a token -\d.* gives it -\d"
+        ):
+            backend.load(named(2), version=2)
+        backend.close()

@@ -201,9 +201,9 @@ class Delivery:
             place = max(range(len(logp)), key=lambda k: abs(logp[k] - wanted[k]))
             if not abs(logp[place] - wanted[place]) <= tolerance:
                 raise WeightSyncError(
-                    f"version {self.current.version}: {url} gives a token {logp[place]:.4f}, "
-                    f"{first} gives it {wanted[place]:.4f} (allowed difference {tolerance:g}): one of them "
-                    "does not have the weights"
+                    f"version {self.current.version}: {url} gives a token {logp[place]:.4f}, and "
+                    f"{first} gives it {wanted[place]:.4f} (allowed difference {tolerance:g}): one "
+                    "of them does not have the weights"
                 )
 
     async def restore(self, client: HttpClient) -> None:

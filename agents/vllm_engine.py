@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from turngym.agents.config import EngineConfig
 from turngym.agents.decode_thread import StepThread, fail
@@ -77,6 +78,19 @@ def check_version(vllm: Any) -> None:
         )
 
 
+def _claim_process() -> None:
+    if not _open.acquire(blocking=False):
+        raise EngineError(
+            "this process runs a vLLM engine already: close it first, or set engine.isolated"
+        )
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        _open.release()
+        raise ConfigError(
+            "this process has a torch process group, which vLLM would take for its own: set "
+            "engine.isolated=true, or name servers with engine.urls"
+        )
+
+
 @dataclass(slots=True, eq=False)
 class _Row:
     request: SampleRequest
@@ -101,7 +115,8 @@ class InProcessBackend:
 
     Raises:
         MissingDependencyError: vLLM is not installed.
-        ConfigError: the installed vLLM or the model will not do.
+        ConfigError: the installed vLLM or the model will not do, or this process has a torch
+            process group.
         EngineError: this process has an engine already, or it did not start in time.
     """
 
@@ -116,10 +131,7 @@ class InProcessBackend:
         self._loads = 0
         self._adapter: Any = None
         self._shapes = {} if spec.lora_rank else trainer_shapes(spec.model_path)
-        if not _open.acquire(blocking=False):
-            raise EngineError(
-                "this process runs a vLLM engine already: close it first, or set engine.isolated"
-            )
+        _claim_process()
         self._is_closed = False
         self.thread = StepThread(
             self._step,

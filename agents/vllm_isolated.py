@@ -34,6 +34,9 @@ _DEATHS = 3
 
 _CLOSE_S = 5.0
 
+_LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+"""What tells learners of their process group; the engine is not one of them."""
+
 
 @dataclass(slots=True, eq=False)
 class _Job:
@@ -248,6 +251,7 @@ class IsolatedBackend:
                     *(str(theirs.fileno()), str(os.getpid())),
                 ],
                 stdin=subprocess.DEVNULL,
+                env={k: v for k, v in os.environ.items() if k not in _LAUNCHER},
                 pass_fds=[theirs.fileno(), *self._files],
                 start_new_session=True,
             )

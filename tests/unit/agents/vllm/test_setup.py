@@ -3,6 +3,7 @@ import os
 import random
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from turngym.agents.config import EngineConfig
 from turngym.agents.decode_thread import StepThread
+from turngym.agents.tiny import build_tiny_agent
 from turngym.agents.vllm_backend import EngineSpec
 from turngym.agents.vllm_engine import import_vllm
 from turngym.agents.vllm_policy import open_vllm
@@ -23,7 +25,7 @@ ENGINE = EngineConfig(kind="vllm", kv_gib=2.5)
 
 
 def spec(**changes: Any) -> EngineSpec:
-    return EngineSpec(**({"model_path": Path("model"), "max_context": 8192} | changes))
+    return replace(EngineSpec(model_path=Path("model"), max_context=8192), **changes)
 
 
 def importing(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> None:
@@ -92,7 +94,7 @@ def test_room_is_made_for_the_next_rank_that_vllm_knows() -> None:
 def test_what_starting_changes_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     before = dict(os.environ), random.getstate(), torch.get_rng_state(), torch.set_num_threads
-    numpy_state = np.random.get_state()[1].tolist()
+    numpy_state = str(np.random.get_state())
     hook = sys.excepthook
     with vllm_environment(deterministic=True):
         assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
@@ -108,7 +110,7 @@ def test_what_starting_changes_is_undone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert random.getstate() == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])
     assert torch.set_num_threads is before[3]
-    assert np.random.get_state()[1].tolist() == numpy_state
+    assert str(np.random.get_state()) == numpy_state
     assert sys.excepthook is hook
 
 
@@ -120,9 +122,23 @@ def test_another_kind_of_engine_is_not_opened(tmp_path: Path) -> None:
 def test_a_call_to_a_thread_that_is_busy_ends_by_its_deadline() -> None:
     busy = threading.Event()
     thread = StepThread(lambda: False, list, mode=torch.no_grad, threads=None)
-    thread.post(lambda: busy.wait(10) and None)
+
+    def be_busy() -> None:
+        busy.wait(10)
+
+    thread.post(be_busy)
     with pytest.raises(EngineTimeoutError, match=r"within 0\.05 s"):
         thread.call(lambda: 1, timeout_s=0.05)
     busy.set()
     assert thread.call(lambda: 2, timeout_s=10) == 2
     thread.close()
+
+
+def test_a_process_with_a_group_of_learners_is_told_to_isolate_the_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = build_tiny_agent(tmp_path / "model")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"engine\.isolated=true"):
+            open_vllm(ENGINE, model_path=folder)

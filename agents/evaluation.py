@@ -8,7 +8,7 @@ from typing import Any
 
 from turngym.agents.episode import Seat
 from turngym.agents.rollout import RolloutEngine
-from turngym.agents.source import EnvSource, Tasks
+from turngym.agents.source import Tasks
 from turngym.agents.store import TrajectoryStore
 from turngym.agents.summary import Report, record, success_rule, summarize
 from turngym.envs.wrappers import plain
@@ -51,16 +51,16 @@ def evaluate(
         CircuitBreakerError: too many episodes failed for the world's fault; resume when mended.
         CheckpointError: the folder cannot be written.
     """
-    source = _one_kind(engine)
-    rule = success_rule(source.reward_specs, success)
-    available = len(source.task_set)
+    specs = engine.source.reward_specs
+    rule = success_rule(specs, success)
+    available = len(engine.source.task_set)
     num_tasks = available if num_tasks is None else num_tasks
     if not 1 <= num_tasks <= available:
         raise ConfigError(f"num_tasks must lie in 1..{available} (the split), got {num_tasks}")
     if samples_per_task < 1:
         raise ConfigError(f"samples_per_task must be at least 1, got {samples_per_task}")
-    facts = _facts(source, engine.seed) | {"policy": policy, "success": rule}
-    store, records = _open(out, facts, source.task_set, num_tasks, resume=resume)
+    facts = _facts(engine) | {"policy": policy, "success": rule}
+    store, records = _open(out, facts, engine.source.task_set, num_tasks, resume=resume)
     done = {(one["task_id"], one["sample"]) for one in records if not is_world_fault(one["status"])}
     seats = (
         engine.seat(ordinal, sample)
@@ -75,25 +75,19 @@ def evaluate(
         records.append(record(trajectory))
 
     engine.wait(engine.play(todo, keep, total=len(todo)))
-    report = summarize(records, source.reward_specs, success=list(rule))
+    report = summarize(records, specs, success=list(rule))
     if out is not None:
         _write(Path(out) / "report.json", report.to_json())
     return report
 
 
-def _one_kind(engine: RolloutEngine) -> EnvSource:
-    source = engine.source
-    if not isinstance(source, EnvSource):
-        raise ConfigError(f"{source.env_id} is a mix: evaluate one environment at a time")
-    return source
-
-
-def _facts(source: EnvSource, seed: int) -> dict[str, Any]:
+def _facts(engine: RolloutEngine) -> dict[str, Any]:
     """Return what tells an evaluation from others, besides policy, rule and tasks."""
+    source = engine.source
     return {
         "env_id": source.env_id,
         "kwargs": source.kwargs,
-        "seed": seed,
+        "seed": engine.seed,
         "specs": {name: spec.weight for name, spec in source.reward_specs.items()},
     }
 

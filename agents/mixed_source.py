@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import parse_qsl
 
-from turngym.agents.source import EnvSource
+from turngym.agents.source import EnvSource, Tasks
 from turngym.errors import ConfigError
 from turngym.types import RewardSpec, Task
 
@@ -30,6 +30,8 @@ class MixedSource:
     def __init__(self, sources: Sequence[EnvSource]) -> None:
         self.sources = tuple(sources)
         self.env_id = " + ".join(source.env_id for source in self.sources)
+        self.kwargs = {source.env_id: source.kwargs for source in self.sources}
+        self.task_set: Tasks = _Rounds(self)
         self.reward_specs = _joined(self.sources)
         self.has_expert = all(source.has_expert for source in self.sources)
         turns = [source.max_turns for source in self.sources]
@@ -50,6 +52,20 @@ class MixedSource:
         """Close all sources. Idempotent."""
         for source in self.sources:
             source.close()
+
+
+class _Rounds:
+    """The tasks of a mix, as long as every source has new ones."""
+
+    def __init__(self, source: MixedSource) -> None:
+        self._source = source
+
+    def __len__(self) -> int:
+        sources = self._source.sources
+        return len(sources) * min(len(source.task_set) for source in sources)
+
+    def __getitem__(self, ordinal: int) -> Task:
+        return self._source.task(ordinal)
 
 
 def _joined(sources: Sequence[EnvSource]) -> Mapping[str, RewardSpec]:

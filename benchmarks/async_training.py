@@ -33,10 +33,11 @@ def train(run: Path, *flags: str) -> float:
     return time.monotonic() - started
 
 
-def cold_start(folder: Path, seed: int) -> Path:
+def cold_start(folder: Path, seed: int, flags: Sequence[str]) -> Path:
     """Return the model that all runs of a seed begin with."""
     run = folder / f"start-{seed}"
-    train(run, "--seed", str(seed), "--steps", "0", "--eval.no-before", "--eval.no-after")
+    own = ["--seed", str(seed), "--steps", "0", "--eval.no-before", "--eval.no-after"]
+    train(run, *flags, *own)
     return run / "model"
 
 
@@ -44,8 +45,9 @@ def measure(start: Path, run: Path, seed: int, staleness: int, flags: Sequence[s
     """Train from a cold start and return the row of the table."""
     seconds = train(
         run,
+        *flags,
         *("--model.path", str(start), "--sft.steps", "0", "--seed", str(seed)),
-        *("--staleness", str(staleness), *flags),
+        *("--staleness", str(staleness)),
     )
     text = (run / "metrics.jsonl").read_text(encoding="utf-8")
     lines = [json.loads(line) for line in text.splitlines()]
@@ -88,7 +90,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         for seed in options.seeds:
-            start = cold_start(Path(folder), seed)
+            start = cold_start(Path(folder), seed, options.flags)
             for staleness in options.staleness:
                 run = Path(folder) / f"run-{seed}-{staleness}"
                 print(measure(start, run, seed, staleness, options.flags), flush=True)

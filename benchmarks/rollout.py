@@ -252,8 +252,10 @@ def compare_stragglers(options: argparse.Namespace) -> None:
         f"takes {options.stuck_s} s, the trainer {options.update_s} s"
     )
 
+    in_step_batches = min(batches, 4)
+
     def in_step(threads: int) -> None:
-        for batch in range(batches):
+        for batch in range(in_step_batches):
             policy = make_policy(latencies[0])
             first = batch * rows
             lock_step(
@@ -269,7 +271,7 @@ def compare_stragglers(options: argparse.Namespace) -> None:
 
     for name, threads in (("lock step, serial", 1), ("lock step, parallel", rows)):
         wall = clock(partial(in_step, threads))[0]
-        print(f"  {name:20} {wall / batches:6.2f} s a batch")
+        print(f"  {name:20} {wall / in_step_batches:6.2f} s a batch")
     for staleness in options.staleness:
         policy = make_policy(latencies[0])
         with make_engine(
@@ -314,7 +316,7 @@ def main() -> None:
     parser.add_argument("--tool-s", type=float, default=0.01, help="mean latency of a tool")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--overhead-rows", type=int, default=512)
-    parser.add_argument("--batches", type=int, default=16, help="of the part on stragglers")
+    parser.add_argument("--batches", type=int, default=32, help="of the part on stragglers")
     parser.add_argument("--stuck-s", type=float, default=1.0, help="latency of a tool that hangs")
     parser.add_argument("--update-s", type=float, default=0.2, help="time a trainer works")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])

@@ -87,6 +87,8 @@ def test_tasks_of_two_environments_have_two_names() -> None:
         assert mixed.task(7).id == f"{LOOKUP}:{sources[1].task(3).id}"
         assert mixed.task(7).metadata == sources[1].task(3).metadata
         assert mixed.task(6).id.startswith(f"{CALCULATOR}:")
+        assert len(mixed.task_set) == 2 * min(len(source.task_set) for source in sources)
+        assert mixed.task_set[7] == mixed.task(7)
     finally:
         mixed.close()
 

@@ -43,8 +43,11 @@ class Current:
 
     version: int = 0
 
-    label: str | None = None
-    """Of full weights; None = those that the server started with."""
+    label: str
+    """Salt of the prefix cache. An update of all weights also tells the servers."""
+
+    is_told: bool = False
+    """Whether the servers know the label: they then hold weights that we pushed."""
 
     adapter: str | None = None
     folder: Path | None = None
@@ -52,8 +55,7 @@ class Current:
 
     def fields(self, model: str) -> dict[str, str]:
         """Return what a request says of them."""
-        salt = {} if self.label is None else {"cache_salt": self.label}
-        return {"model": self.adapter or model} | salt
+        return {"model": self.adapter or model, "cache_salt": self.label}
 
 
 class Delivery:
@@ -76,7 +78,8 @@ class Delivery:
         spec: EngineSpec | None = None,
         transfer: GpuTransfer | None = None,
     ) -> None:
-        self.current = Current()
+        self._run = secrets.token_hex(4)
+        self.current = Current(label=f"{self._run}-0")
         self._everywhere = everywhere
         self._timeout_s = timeout_s
         self._folder = folder
@@ -84,7 +87,6 @@ class Delivery:
         self._shapes = trainer_shapes(spec.model_path) if spec and not spec.lora_rank else None
         self._transfer = transfer
         self._handover: Handover | None = None
-        self._run = secrets.token_hex(4)
 
     def bring(self, named: Named, *, version: int) -> None:
         """Bring tensors to every server that can be reached, and have requests ask for them.
@@ -134,13 +136,18 @@ class Delivery:
                     await name(client)
 
                 self._everywhere(load)
-        self.current = Current(version=version, label=label)
+        self.current = Current(version=version, label=label, is_told=True)
 
     def _bring_adapter(self, named: Named, version: int, rank: int) -> None:
         handover, before = self._opened(), self.current
         alpha = 2.0 * rank if self._spec is None else self._spec.alpha
         folder = handover.adapter(named, version, rank=rank, alpha=alpha)
-        now = Current(version=version, adapter=f"policy-{self._run}@{version}", folder=folder)
+        now = Current(
+            version=version,
+            label=f"{self._run}-{version}",
+            adapter=f"policy-{self._run}@{version}",
+            folder=folder,
+        )
         try:
             self._everywhere(lambda client: self._load(client, now))
         except EngineError:
@@ -224,7 +231,7 @@ class Delivery:
         Raises:
             ServerFaultError: it has others.
         """
-        if wanted.label is None:
+        if not wanted.is_told:
             return
         told = await client.call("/weight_info", timeout_s=self._timeout_s)
         if told["weight_version"] != wanted.label:
@@ -235,7 +242,7 @@ class Delivery:
 
     def close(self) -> None:
         """Unload the adapter and remove the files. Idempotent."""
-        before, self.current = self.current, Current()
+        before, self.current = self.current, Current(label=self.current.label)
         self._unload(before)
         if self._handover is not None:
             self._handover.close()

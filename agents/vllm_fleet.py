@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from turngym.agents.http_client import HttpClient, RefusedError, UnreachableError
 from turngym.errors import EngineError, EngineTimeoutError
@@ -21,7 +21,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ATTEMPTS = 5
+_DEAD = "EngineCore encountered an issue"
+"""vLLM's words."""
+
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+def _is_dying(error: BaseException) -> TypeGuard[RefusedError]:
+    """Whether a server still answers, though its engine is gone."""
+    return isinstance(error, RefusedError) and (error.status == 503 or _DEAD in error.text)
 
 
 class ServerFaultError(EngineError):
@@ -110,7 +118,7 @@ class Fleet:
         for server, result in zip(self._servers, results, strict=True):
             if result is None:
                 self._welcome(server)
-            elif isinstance(result, (UnreachableError, EngineTimeoutError)):
+            elif isinstance(result, (UnreachableError, EngineTimeoutError)) or _is_dying(result):
                 self._blame(server, result)
             else:
                 raise result

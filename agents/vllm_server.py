@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
@@ -99,7 +100,7 @@ class ServerBackend:
         engine: addresses of servers of one model, and how weights travel. `timeout_s` is what a
             server may take for a call, or between two tokens.
         spec: what the trainer expects of them; None = nothing.
-        api_key: bearer token of the servers; None = none.
+        api_key: bearer token of the servers; None = the environment variable VLLM_API_KEY, if set.
 
     Raises:
         ConfigError: the servers cannot do what is asked, or serve another model than the trainer's.
@@ -128,7 +129,8 @@ class ServerBackend:
         self._processed = False
         self._drafts: dict[asyncio.Task[Any], Draft] = {}
         self._loop = LoopThread("turngym-vllm-http")
-        clients = [HttpClient(url, api_key=api_key) for url in engine.urls]
+        key = api_key or os.environ.get("VLLM_API_KEY")
+        clients = [HttpClient(url, api_key=key) for url in engine.urls]
         self._fleet = Fleet(clients, ready=self._ready, timeout_s=engine.timeout_s)
         transfer = None
         if engine.transfer != "file":

@@ -343,7 +343,9 @@ def refuse(words: str, status: int) -> web.Response:
     return web.json_response({"error": error}, status=status)
 
 
-def fail(status: int = 500, words: str = "EngineCore encountered an issue.") -> Fault:
+def fail(
+    status: int = 500, words: str = "EngineCore encountered an issue. See stack trace"
+) -> Fault:
     """The route answers with an error, once."""
     return lambda request: refuse(words, status)
 

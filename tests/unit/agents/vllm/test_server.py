@@ -1,3 +1,4 @@
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,9 +8,10 @@ import pytest
 import torch
 from fake_vllm import FakeVLLM, break_off, fail, hang, log_softmax, make_table, serving
 
-from turngym.agents.base import Sampling
+from turngym.agents.base import Completion, Sampling
 from turngym.agents.config import EngineConfig
 from turngym.agents.vllm_backend import Sample, SampleRequest
+from turngym.agents.vllm_policy import VLLMPolicy
 from turngym.agents.vllm_server import ServerBackend
 from turngym.errors import EngineError, WeightSyncError
 
@@ -101,13 +103,14 @@ def test_a_request_says_everything_the_model_folder_could_change(server: FakeVLL
 
 def test_pushed_weights_are_sampled_from_under_a_salt_of_their_own(server: FakeVLLM) -> None:
     backend = connect(server)
+    sample(backend)
     for version in (1, 2):
         table = make_table(version)
         backend.load([("table", torch.from_numpy(table))], version=version)
         found = sample(backend)
         np.testing.assert_allclose(found.logp, expected(table, found.ids), atol=1e-6)
-    salts = [body.get("cache_salt") for body in server.seen[-2:]]
-    assert len(set(salts)) == 2
+    salts = [body["cache_salt"] for body in server.seen[-3:]]
+    assert len(set(salts)) == 3
     other = connect(server)
     other.load([("table", torch.from_numpy(make_table(1)))], version=1)
     sample(other)
@@ -368,4 +371,68 @@ def test_servers_that_do_not_think_alike_after_an_update_are_found_out(
             WeightSyncError, match=r"version 2: .* gives a token -\d.* gives it -\d"
         ):
             backend.load(named(2), version=2)
+        backend.close()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_requests_in_flight_go_on_under_new_weights_and_every_token_names_its_own(
+    lora: bool,
+) -> None:
+    with serving(2) as servers, VLLMPolicy(connect(*servers)) as policy:
+        for one in servers:
+            one.pace_s = 0.02
+        tables = {0: servers[0].disk}
+        if lora:
+            (_, a), (_, b) = pushed = adapter(1)
+            tables[1] = tables[0] + 2 * (b @ a).numpy()
+        else:
+            tables[1] = make_table(1)
+            pushed = [("table", torch.from_numpy(tables[1]))]
+
+        async def main() -> list[Completion]:
+            asked = [
+                policy.generate(PROMPT, Sampling(max_tokens=48), seed=n, session=str(n))
+                for n in range(6)
+            ]
+            tasks = [asyncio.create_task(one) for one in asked]
+            await asyncio.sleep(0.6)
+            await asyncio.to_thread(policy.push, pushed, version=1)
+            return await asyncio.gather(*tasks)
+
+        for done in asyncio.run(main()):
+            assert [version for version, _ in done.version_spans] == [0, 1]
+            versions = np.repeat(*np.array(done.version_spans).T)
+            want = np.where(
+                versions == 0, expected(tables[0], done.ids), expected(tables[1], done.ids)
+            )
+            assert len(done.ids) == 48
+            np.testing.assert_allclose(done.logp, want, atol=1e-5)
+
+
+def test_a_request_for_another_version_is_refused_with_both_numbers(server: FakeVLLM) -> None:
+    backend = connect(server)
+    with pytest.raises(
+        WeightSyncError, match="version 3 was asked for, the servers have version 0"
+    ):
+        backend.submit(request(version=3)).result(5)
+    backend.close()
+
+
+def test_the_key_of_the_servers_is_sent(server: FakeVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    said: list[str | None] = []
+    server.faults["/v1/models"] = [lambda asked: said.append(asked.headers.get("Authorization"))]
+    connect(server).close()
+    assert said == ["Bearer secret"]
+
+
+def test_an_update_goes_on_without_a_server_whose_engine_is_gone() -> None:
+    with serving(2) as servers:
+        backend = connect(*servers)
+        servers[0].faults["/collective_rpc"] = [fail(500)]
+        table = make_table(1)
+        backend.load([("table", torch.from_numpy(table))], version=1)
+        assert list(backend.faults) == [servers[0].url]
+        found = sample(backend)
+        np.testing.assert_allclose(found.logp, expected(table, found.ids), atol=1e-6)
         backend.close()

@@ -135,7 +135,7 @@ class Delivery:
                     await self._post(client, "/collective_rpc", call)
                     await name(client)
 
-                self._everywhere(load)
+                self._everywhere(load, heals=True)
         self.current = Current(version=version, label=label, is_told=True)
 
     def _bring_adapter(self, named: Named, version: int, rank: int) -> None:
@@ -149,7 +149,7 @@ class Delivery:
             folder=folder,
         )
         try:
-            self._everywhere(lambda client: self._load(client, now))
+            self._everywhere(lambda client: self._load(client, now), heals=True)
         except EngineError:
             self._unload(now)
             raise

@@ -106,16 +106,23 @@ class Fleet:
                 break
         raise EngineError(f"gave up after several attempts; the last: {last}")
 
-    async def everywhere(self, work: Callable[[HttpClient], Awaitable[None]]) -> None:
-        """Do a piece of work on every server at once; one that fails takes no further requests.
+    async def everywhere(
+        self, work: Callable[[HttpClient], Awaitable[None]], *, heals: bool = False
+    ) -> None:
+        """Do a piece of work on all servers at once; one that fails takes no further requests.
+
+        Args:
+            work: what to do.
+            heals: do it on those too that take no requests; one that succeeds does so again.
 
         Raises:
             EngineError: a server refused it, or none could be reached.
         """
+        servers = [server for server in self._servers if heals or server.fault is None]
         results = await asyncio.gather(
-            *(work(server.client) for server in self._servers), return_exceptions=True
+            *(work(server.client) for server in servers), return_exceptions=True
         )
-        for server, result in zip(self._servers, results, strict=True):
+        for server, result in zip(servers, results, strict=True):
             if result is None:
                 self._welcome(server)
             elif isinstance(result, (UnreachableError, EngineTimeoutError)) or _is_dying(result):

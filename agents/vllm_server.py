@@ -289,9 +289,11 @@ class ServerBackend:
         if self._count > 1:
             self._delivery.compare(self._model, tolerance=self._tolerance)
 
-    def everywhere(self, work: Callable[[HttpClient], Awaitable[None]]) -> None:
-        """Do something on every server and wait; see `Fleet.everywhere`."""
-        self._loop.call(self._fleet.everywhere(work), 2 * self._timeout_s)
+    def everywhere(
+        self, work: Callable[[HttpClient], Awaitable[None]], *, heals: bool = False
+    ) -> None:
+        """Do something on all servers and wait; see `Fleet.everywhere`."""
+        self._loop.call(self._fleet.everywhere(work, heals=heals), 2 * self._timeout_s)
 
     async def _meet(self, client: HttpClient) -> None:
         """Learn what a server serves; refuse one that cannot stand in for the others."""

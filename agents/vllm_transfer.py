@@ -18,8 +18,13 @@ from turngym.errors import EngineError, MissingDependencyError, WeightSyncError
 
 __all__ = ["GpuTransfer", "ServerControl", "Tensors", "open_trainer"]
 
-Everywhere = Callable[[Callable[[HttpClient], Awaitable[None]]], None]
-"""Does a piece of work on every server and waits."""
+
+class Everywhere(Protocol):
+    """Does a piece of work on all servers and waits; see `Fleet.everywhere`."""
+
+    def __call__(
+        self, work: Callable[[HttpClient], Awaitable[None]], *, heals: bool = False
+    ) -> None: ...
 
 
 class Parameter(NamedTuple):
@@ -81,7 +86,7 @@ class ServerControl:
             self._sizes[client.url] = int(told["world_size"])
 
         self._sizes.clear()
-        self._everywhere(ask)
+        self._everywhere(ask, heals=True)
         return sum(self._sizes.values())
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:

@@ -119,14 +119,21 @@ def change(model: Any, seed: int) -> list[tuple[str, Any]]:
 Play = list[tuple[list[int], Completion]]
 
 
-async def play(policy: VLLMPolicy, seed: int, *, turns: int = 3, tokens: int = 24) -> Play:
+async def play(
+    policy: VLLMPolicy,
+    seed: int,
+    *,
+    turns: int = 3,
+    tokens: int = 24,
+    stop_ids: tuple[int, ...] = (258,),
+) -> Play:
     """One trajectory: every context is the one before, what was sampled, and an answer."""
     context = [5 + seed % 7, *range(40, 60)]
     record: Play = []
     for turn in range(turns):
         done = await policy.generate(
             context,
-            Sampling(temperature=0.8, max_tokens=tokens, stop_ids=(258,)),
+            Sampling(temperature=0.8, max_tokens=tokens, stop_ids=stop_ids),
             seed=1000 * seed + turn,
             session=f"trajectory-{seed}",
         )
@@ -176,8 +183,12 @@ def test_an_update_in_flight_leaves_tokens_of_both_versions_exact(
     policy.push(change(model, 1), version=1)
 
     async def main() -> Play:
-        running = asyncio.create_task(play_many(policy, 4, turns=2, tokens=200))
-        await asyncio.sleep(0.4)
+        long: dict[str, Any] = {"turns": 1, "tokens": 440, "stop_ids": ()}
+        started = time.monotonic()
+        await play_many(policy, 4, **long)
+        took = time.monotonic() - started
+        running = asyncio.create_task(play_many(policy, 4, **long))
+        await asyncio.sleep(took / 3)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         await asyncio.to_thread(policy.push, change(model, 2), version=2)
         record = await running

@@ -9,6 +9,7 @@ from turngym.agents.seeds import derive
 from turngym.errors import ConfigError
 from turngym.rl.algorithm import BoundAlgorithm, RunFacts
 from turngym.rl.config import TrainConfig
+from turngym.rl.estimators import Pairs
 from turngym.rl.stream import MixedStream, TaskStream
 
 __all__ = ["Worlds"]
@@ -73,6 +74,11 @@ class Worlds:
             topk=config.topk,
         )
         bound = config.algorithm.bind(facts)
+        if config.staleness and isinstance(bound.algorithm.advantage, Pairs):
+            raise ConfigError(
+                f"{bound.algorithm.name} learns from pairs, for whose age nothing corrects; it "
+                f"needs staleness=0, got {config.staleness}"
+            )
         metric = bound.algorithm.selection.metric
         for one in source.sources if isinstance(source, MixedSource) else ():
             if metric is not None and metric not in one.reward_specs:

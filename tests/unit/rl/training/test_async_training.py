@@ -191,6 +191,12 @@ def test_several_trainer_processes_sample_in_process_and_in_step(
         open_policy(config, model, source=tiny, ranks=Two())
 
 
+def test_pairs_are_not_trained_on_late(tiny: Path, tmp_path: Path) -> None:
+    config = replace(settings(tmp_path / "run", tiny, steps=1), algorithm=preset("dpo"))
+    with pytest.raises(ConfigError, match="dpo learns from pairs.* needs staleness=0, got 1"):
+        train(config, {"level": 1})
+
+
 def test_the_trained_model_is_the_last_checkpoints(tiny: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(settings(run, tiny, steps=3), {"level": 1})

@@ -193,7 +193,7 @@ def test_several_trainer_processes_sample_in_process_and_in_step(
 
 def test_pairs_are_not_trained_on_late(tiny: Path, tmp_path: Path) -> None:
     config = replace(settings(tmp_path / "run", tiny, steps=1), algorithm=preset("dpo"))
-    with pytest.raises(ConfigError, match="dpo learns from pairs.* needs staleness=0, got 1"):
+    with pytest.raises(ConfigError, match=r"dpo learns from pairs.* needs staleness=0, got 1"):
         train(config, {"level": 1})
 
 

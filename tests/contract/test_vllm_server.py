@@ -92,7 +92,7 @@ def policy(served: tuple[str, int], folder: Path) -> Iterator[VLLMPolicy]:
     # One server by two names: weights may come twice, an adapter's name only once.
     urls = (url,) if rank else (url, url.replace("127.0.0.1", "localhost"))
     engine = EngineConfig(kind="vllm", urls=urls)
-    with open_vllm(engine, model_path=folder, lora_rank=rank, topk=2) as opened:
+    with open_vllm(engine, model_path=folder, lora_rank=rank) as opened:
         yield opened
 
 
@@ -174,7 +174,6 @@ def test_log_probabilities_are_the_trainers_before_and_after_updates(
         policy.push(change(model, version), version=version)
         record = asyncio.run(play_many(policy, 6))
         assert error(model, record, version) <= EXACT
-        assert all(done.extra["topk_ids"].shape == (len(done.ids), 2) for _, done in record)
 
 
 def test_an_update_in_flight_leaves_tokens_of_both_versions_exact(
@@ -203,7 +202,8 @@ def test_an_update_in_flight_leaves_tokens_of_both_versions_exact(
         return record
 
     record = asyncio.run(main())
-    assert any(len(done.version_spans) == 2 for _, done in record)
+    spans = [done.version_spans for _, done in record]
+    assert any(len(one) == 2 for one in spans), spans
 
 
 def test_equal_seeds_give_equal_tokens_alone_and_in_company(policy: VLLMPolicy) -> None:

@@ -1,6 +1,7 @@
 """Settings of the rollout side. Free of torch: the command line reads them for `--help`."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from turngym.errors import ConfigError
@@ -21,6 +22,18 @@ class EngineConfig:
     urls: tuple[str, ...] = ()
     """vllm: running servers to sample from instead, such as http://localhost:8000."""
 
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """vllm: of the engine's weights; `auto` = the trainer's. With servers it says what they have,
+    and so how closely their log-probabilities must agree with the trainer's."""
+
+    folder: Path | None = None
+    """vllm servers: where weights and adapters are handed over, seen by the servers under the same
+    path; None = shared memory, for servers on this machine."""
+
+    transfer: Literal["file", "nccl", "ipc"] = "file"
+    """vllm servers: how full weights get there. `file` works everywhere; `nccl` (between GPUs) and
+    `ipc` (on one GPU) take vLLM's own weight transfer, which the server must be started for."""
+
     kv_gib: float = 1.0
     """vllm on a CPU: memory for keys and values, GiB."""
 
@@ -31,9 +44,11 @@ class EngineConfig:
     """Seconds that starting, a weight update or another control call may take."""
 
     def __post_init__(self) -> None:
-        if self.kind == "hf" and (self.isolated or self.urls):
+        chosen = [name for name in ("isolated", "urls", "folder") if getattr(self, name)]
+        if self.kind == "hf" and (chosen or self.dtype != "auto" or self.transfer != "file"):
             raise ConfigError(
-                "engine.isolated and engine.urls are settings of vLLM; add engine.kind='vllm'"
+                "engine.isolated, engine.urls, engine.dtype, engine.folder and engine.transfer are "
+                "settings of vLLM; add engine.kind='vllm'"
             )
         if self.isolated and self.urls:
             raise ConfigError("engine.isolated starts an engine, engine.urls names running ones")

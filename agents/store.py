@@ -78,7 +78,7 @@ class TrajectoryStore:
         except OSError as error:
             raise CheckpointError(
                 f"cannot write trajectories to {self.folder}: {error.strerror or error}; those "
-                "stored before are kept: free space or choose another folder, then resume"
+                "stored before are kept; free space, or choose another folder"
             ) from error
 
     def rows(self) -> list[dict[str, Any]]:

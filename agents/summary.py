@@ -118,6 +118,22 @@ class Report:
             plain[name] = {str(k): estimate for k, estimate in plain[name].items()}
         return plain
 
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> "Report":
+        """Return the report that `to_json` wrote."""
+
+        def estimate(value: Any) -> Any:
+            if not isinstance(value, Mapping):
+                return value
+            if "tasks" in value:
+                return Estimate(**value)
+            return {name: estimate(item) for name, item in value.items()}
+
+        values = {name: estimate(value) for name, value in plain.items()}
+        for name in ("pass_at", "pass_hat"):
+            values[name] = {int(k): item for k, item in values[name].items()}
+        return cls(**values)
+
     def rows(self) -> list[tuple[str, str, str]]:
         """Return table rows: name, value, 95 % interval."""
         named: list[tuple[str, Estimate | None]] = [

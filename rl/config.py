@@ -304,6 +304,11 @@ class TrainConfig:
                 "at one temperature, trajectories sampled ahead would have the one before"
             )
 
+    @property
+    def engine_dtype(self) -> str:
+        """Of the weights that sample."""
+        return self.model.dtype if self.engine.dtype == "auto" else self.engine.dtype
+
     def at(self, batch: int) -> "TrainConfig":
         """Return the settings in force for a rollout batch (from 0), see `Stages`."""
         temperature = _staged(self.temperature, self.stages.temperature, batch)

@@ -1,5 +1,6 @@
 """The models of a run: the policy, and beside it a reference and a critic where they are needed."""
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from turngym.rl.parallel import Ranks
 from turngym.rl.reference import AdaptersOff, FrozenCopy, Reference
 
 __all__ = ["Models"]
+
+logger = logging.getLogger(__name__)
 
 
 class Models:
@@ -53,6 +56,12 @@ class Models:
                     shape = WIDE_HEADS if self._config.engine.kind == "vllm" else TinyConfig()
                     build_tiny_agent(path, shape, seed=self._config.seed)
             self._ranks.wait()
+            if self._checkpoint is None and not self._config.sft.steps:
+                logger.warning(
+                    "model.path='tiny' starts from random weights, and sft.steps=0 leaves out the "
+                    "cold start that teaches it to speak: it may never earn a reward; set "
+                    "sft.steps=900, or begin with recipes/calculator.toml"
+                )
         self.source = path
         device = self._ranks.device or config.device
         return load_model(path, dtype=config.dtype, device=device)

@@ -66,7 +66,7 @@ def open_policy(
         deterministic=config.deterministic,
         threads=config.threads,
         topk=topk,
-        dtype=config.model.dtype,
+        dtype=config.engine_dtype,
     )
 
 

@@ -269,7 +269,8 @@ class TrainSession:
         self._stack.callback(tracker.close)
         tracker.config(self._facts())
         prompt = renderer.start([{"role": "user", "content": "Hello"}], []).ids
-        tolerance = 1e-4 if config.model.dtype == "float32" else 0.2
+        dtypes = {config.model.dtype, config.engine_dtype}
+        tolerance = 1e-4 if dtypes == {"float32"} else 0.2
         self.trainer = Trainer(
             config,
             learner=learner,

@@ -67,17 +67,26 @@ def merge(default: T, values: Mapping[str, Any], *, where: str = "") -> T:
         if name not in names:
             raise ConfigError(f"unknown setting {path!r}{suggest(name, names)}")
         current = getattr(default, name)
-        kind = value.get("kind") if isinstance(value, Mapping) else None
-        if (
-            isinstance(value, Mapping)
-            and dataclasses.is_dataclass(current)
-            and kind in (None, type(current).__name__)
-        ):
-            value = {key: item for key, item in value.items() if key != "kind"}
-            changes[name] = merge(current, value, where=f"{path}.")
+        inner = None
+        if isinstance(value, Mapping) and dataclasses.is_dataclass(current):
+            inner = _untagged(value, type(current))
+        if inner is not None:
+            changes[name] = merge(current, inner, where=f"{path}.")
         else:
             changes[name] = _coerce(value, hints[name], path)
     return typing.cast(T, dataclasses.replace(typing.cast(Any, default), **changes))
+
+
+def _untagged(value: Mapping[str, Any], kind: type) -> Mapping[str, Any] | None:
+    """Return a table without the name of its class; None = it is a table of another class.
+
+    Where a class has a field `kind` of its own, its tables carry no name.
+    """
+    if "kind" in (field.name for field in dataclasses.fields(kind)):
+        return value
+    if value.get("kind", kind.__name__) != kind.__name__:
+        return None
+    return {key: item for key, item in value.items() if key != "kind"}
 
 
 def _coerce(value: Any, hint: Any, path: str) -> Any:
@@ -263,7 +272,7 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def fail(error: Exception, *, prog: str) -> typing.NoReturn:
+def fail(error: object, *, prog: str) -> typing.NoReturn:
     """Print an error the way a command-line program should, and exit with status 2."""
     sys.stderr.write(f"{prog}: {error}\n")
     raise SystemExit(2)

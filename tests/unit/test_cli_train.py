@@ -1,8 +1,10 @@
+import logging
 from pathlib import Path
 
 import pytest
 
-from turngym.cli.train import parse
+from turngym.cli import in_flags, main
+from turngym.cli.train import FLAGS, parse
 from turngym.errors import ConfigError
 from turngym.rl.config import TrainConfig
 from turngym.rl.observer import Quiet
@@ -62,3 +64,44 @@ def test_a_folder_without_a_checkpoint_can_be_started_again(tmp_path: Path) -> N
     (tmp_path / "model").mkdir()
     with pytest.raises(ConfigError, match="already holds a run"):
         TrainSession(TrainConfig(run=tmp_path), {}, Quiet())
+
+
+@pytest.fixture(autouse=True)
+def keep_pytests_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turngym.cli.train.setup_logging", lambda: None)
+
+
+def run_tiny(run: Path, steps: int, *flags: str) -> None:
+    limits = ["--prompts", "1", "--rollout.group-size", "2", "--rollout.max-tokens", "4"]
+    main(["train", "--run", str(run), "--steps", str(steps), *limits, "--eval.tasks", "2", *flags])
+
+
+def test_a_resumed_run_shows_the_evaluation_it_began_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_tiny(tmp_path, 1)
+    first = capsys.readouterr().out
+    run_tiny(tmp_path, 2, "--resume")
+    resumed = capsys.readouterr().out
+    assert "before: success" not in resumed
+    table = next(line for line in resumed.splitlines() if line.startswith("held-back tasks"))
+    assert table.split() == ["held-back", "tasks", "before", "after"]
+    turns = [
+        next(line.split()[1:4] for line in shown.splitlines() if line.startswith("turns "))
+        for shown in (first, resumed)
+    ]
+    assert turns[0] == turns[1]
+
+
+def test_random_weights_without_a_cold_start_are_pointed_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_tiny(tmp_path, 0)
+    said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert sum("random weights" in line and "sft.steps=900" in line for line in said) == 1
+
+
+def test_a_message_of_the_library_speaks_of_flags() -> None:
+    said = "choose on_rewrite='append' or set on_rewrite=\"error\"; on_rewrite is an option"
+    told = "choose --on-rewrite append or set --on-rewrite error; --on-rewrite is an option"
+    assert in_flags(said, FLAGS) == told

@@ -33,9 +33,16 @@ class Inner:
 
 
 @dataclass(frozen=True)
+class Motor:
+    kind: str = "petrol"
+    doors: int = 4
+
+
+@dataclass(frozen=True)
 class Outer:
     name: str = "a"
     inner: Inner = field(default_factory=Inner)
+    motor: Motor = field(default_factory=Motor)
     resume: bool = False
 
 
@@ -99,6 +106,13 @@ def test_kind_chooses_among_dataclasses() -> None:
     assert kept.inner.region == Clip(0.1, 0.2)
     assert merge(Outer(), {"inner": {"terms": [{"kind": "Clip"}]}}).inner.terms == (Clip(),)
     assert merge(Outer(), {"inner": {"terms": []}}).inner.terms == ()
+
+
+def test_a_field_called_kind_is_a_setting_like_others(recipe: Recipe) -> None:
+    argument = recipe('[motor]\nkind = "steam"\n')
+    assert load(Outer(), [argument, "--motor.doors", "2"], prog="x").motor == Motor("steam", 2)
+    assert load(Outer(), ["--motor.kind", "steam"], prog="x").motor == Motor("steam")
+    assert dump(Motor("steam")) == {"kind": "steam", "doors": 4}
 
 
 def test_an_unknown_kind_is_refused() -> None:

@@ -2,13 +2,14 @@
 
 import importlib
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from turngym.config import fail, suggest
 from turngym.errors import ConfigError, DataError, EnvNotFoundError, TurngymError
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "in_flags", "main"]
 
 COMMANDS = {
     "train": "improve an agent by reinforcement learning",
@@ -45,15 +46,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     name, *rest = arguments
     prog = f"turngym {name}"
     if name not in COMMANDS:
-        fail(
-            ConfigError(f"unknown command {name!r}{suggest(name, list(COMMANDS))}"), prog="turngym"
-        )
+        fail(f"unknown command {name!r}{suggest(name, list(COMMANDS))}", prog="turngym")
+    command = importlib.import_module(f"turngym.cli.{name}")
+    flags: Mapping[str, str] = getattr(command, "FLAGS", {})
     try:
-        importlib.import_module(f"turngym.cli.{name}").run(rest)
+        command.run(rest)
     except (ConfigError, DataError, EnvNotFoundError) as error:
-        fail(error, prog=prog)
+        fail(in_flags(str(error), flags), prog=prog)
     except TurngymError as error:
-        sys.stderr.write(f"{prog}: {type(error).__name__}: {error}\n")
+        sys.stderr.write(f"{prog}: {type(error).__name__}: {in_flags(str(error), flags)}\n")
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         sys.stderr.write(f"{prog}: interrupted\n")
@@ -61,3 +62,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # `turngym envs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
+
+
+def in_flags(text: str, flags: Mapping[str, str]) -> str:
+    """Let a message of the library speak of flags.
+
+    >>> in_flags("on_rewrite must be 'append'; choose on_rewrite='x'", {"on_rewrite": "--rewrite"})
+    "--rewrite must be 'append'; choose --rewrite x"
+    """
+    for name, flag in flags.items():
+        text = re.sub(rf"\b{name}=(['\"]?)([^\s'\",;]+)\1", rf"{flag} \2", text)
+        text = re.sub(rf"\b{name}\b", flag, text)
+    return text

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from turngym.agents.config import RolloutConfig
+from turngym.agents.config import EngineConfig, RolloutConfig
 from turngym.cli.env_options import (
     chosen_kwargs,
     find_env,
@@ -22,7 +22,17 @@ from turngym.errors import ConfigError
 if TYPE_CHECKING:
     from turngym.agents.rollout import RolloutEngine
 
-__all__ = ["EpisodesConfig", "open_engine", "parse"]
+__all__ = ["FLAGS", "EpisodesConfig", "open_engine", "parse", "task_count"]
+
+FLAGS = {
+    "samples_per_task": "--samples",
+    "num_tasks": "--tasks",
+    "on_rewrite": "--model.on-rewrite",
+    "top_p": "--model.top-p",
+    "top_k": "--model.top-k",
+    "base_url": "--policy openai:URL",
+}
+"""Names that the library's messages use, and the flags that set them here."""
 
 C = TypeVar("C", bound="EpisodesConfig")
 
@@ -35,7 +45,10 @@ class EpisodesConfig:
     """Environment; also the first positional argument."""
 
     policy: str = ""
-    """`oracle`, `random`, a model's folder or hub id, or `openai:URL`."""
+    """`oracle`, `random`, a model's folder or hub id, `vllm:URL[,URL]`, or `openai:URL`."""
+
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer; None = the model's own."""
 
     split: str = "eval"
     """Which tasks: train, eval or test."""
@@ -46,10 +59,11 @@ class EpisodesConfig:
     seed: int = 0
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(group_size=1))
     model: PolicyOptions = field(default_factory=PolicyOptions)
+    engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
         if self.tasks is not None and self.tasks < 1:
-            raise ConfigError(f"tasks must be at least 1, got {self.tasks}")
+            raise ConfigError(f"--tasks must be at least 1, got {self.tasks}")
 
 
 def parse(default: C, argv: Sequence[str], *, prog: str) -> tuple[C, dict[str, Any]]:
@@ -68,18 +82,20 @@ def parse(default: C, argv: Sequence[str], *, prog: str) -> tuple[C, dict[str, A
 @contextmanager
 def open_engine(
     config: EpisodesConfig, env_kwargs: dict[str, Any], advance: Callable[[int, int], None]
-) -> "Iterator[RolloutEngine]":
-    """Yield a rollout engine that plays the configured policy."""
+) -> "Iterator[tuple[RolloutEngine, int]]":
+    """Yield a rollout engine that plays the configured policy, and how many tasks there are."""
     from turngym.agents.rollout import EnvSource, RolloutEngine
 
     source = EnvSource(config.env_id, env_kwargs, config.split)
     with (
-        open_policy(config.policy, config.model, config.rollout) as factory,
+        open_policy(
+            config.policy, config.model, config.rollout, config.engine, tokenizer=config.tokenizer
+        ) as factory,
         RolloutEngine(
             source, factory, config.rollout, seed=config.seed, progress=advance
         ) as engine,
     ):
-        yield engine
+        yield engine, len(source.task_set)
 
 
 def task_count(config: EpisodesConfig, available: int) -> int:

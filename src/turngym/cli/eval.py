@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from turngym.cli.console import out, progress, setup_logging, show_table
-from turngym.cli.episodes import EpisodesConfig, open_engine, parse, task_count
+from turngym.cli.episodes import FLAGS, EpisodesConfig, open_engine, parse, task_count
 from turngym.config import dump
 from turngym.errors import EnvError
 
-__all__ = ["run"]
+__all__ = ["FLAGS", "run"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +46,9 @@ def run(argv: Sequence[str]) -> None:
     def advance(done: int, asked: int) -> None:
         show(done, total=asked)
 
-    with progress("episodes") as show, open_engine(config, env_kwargs, advance) as engine:
-        count = task_count(config, len(engine.source.task_set))
+    with progress("episodes") as show, open_engine(config, env_kwargs, advance) as opened:
+        engine, available = opened
+        count = task_count(config, available)
         report = evaluate(
             engine,
             num_tasks=count,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from turngym.agents.config import RolloutConfig
 from turngym.cli.console import out, progress, setup_logging, show_table
-from turngym.cli.episodes import EpisodesConfig, open_engine, parse, task_count
+from turngym.cli.episodes import FLAGS, EpisodesConfig, open_engine, parse, task_count
 from turngym.errors import ConfigError
 
-__all__ = ["run"]
+__all__ = ["FLAGS", "run"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,10 @@ def run(argv: Sequence[str]) -> None:
     store = TrajectoryStore(config.out)
     with (
         progress("episodes") as show,
-        open_engine(config, env_kwargs, lambda done, asked: show(done, total=asked)) as engine,
+        open_engine(config, env_kwargs, lambda done, asked: show(done, total=asked)) as opened,
     ):
-        count = min(task_count(config, len(engine.source.task_set)), config.tasks or 16)
+        engine, available = opened
+        count = min(task_count(config, available), config.tasks or 16)
         groups = engine.run(range(count))
         for group in groups:
             store.append(group.trajectories, {"group": group.id})

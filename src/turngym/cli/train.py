@@ -1,11 +1,13 @@
 """`turngym train @recipe.toml`: improve an agent."""
 
 import dataclasses
+import json
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +36,10 @@ if TYPE_CHECKING:
     from turngym.agents.summary import Report
     from turngym.rl.session import TrainSession
 
-__all__ = ["run"]
+__all__ = ["FLAGS", "run"]
+
+FLAGS = {"on_rewrite": "--on-rewrite"}
+"""Names that the library's messages use, and the flags that set them here."""
 
 
 def run(argv: Sequence[str]) -> None:
@@ -47,6 +52,8 @@ def run(argv: Sequence[str]) -> None:
     observer = _Console()
     started = time.monotonic()
     with TrainSession(config, kwargs, observer) as session:
+        if config.resume:
+            observer.recall("before", config.run / "evaluations" / "before.json")
         with _interruptible(session):
             session.run()
         stopped = session.trainer is not None and session.trainer.stop_requested
@@ -138,6 +145,13 @@ class _Console:
         if found is not None:
             interval = f" [{found.low:.3f}, {found.high:.3f}]" if found.low is not None else ""
             out.print(f"{name}: success {found.value:.3f}{interval}", markup=False)
+
+    def recall(self, name: str, path: Path) -> None:
+        """Take the numbers of an evaluation that the run made before it was interrupted."""
+        from turngym.agents.summary import Report
+
+        if path.is_file():
+            self._reports[name] = Report.from_json(json.loads(path.read_text(encoding="utf-8")))
 
     def summarise(self, seconds: float) -> None:
         if self._reports:

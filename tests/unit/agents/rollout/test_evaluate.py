@@ -139,10 +139,12 @@ def test_tasks_that_changed_are_not_mixed_with_those_played(
 ) -> None:
     with engine(relay()) as rollouts:
         evaluate(rollouts, num_tasks=3, out=tmp_path)
-        tasks = rollouts.source.task_set
+        source = rollouts.source
+        assert isinstance(source, EnvSource)
+        tasks = source.task_set
         for position in (2, 3):
             changed = dataclasses.replace(tasks[position], **change)
-            rollouts.source.task_set = Rewritten(tasks, position, changed)
+            source.task_set = Rewritten(tasks, position, changed)
             if position == 3:
                 assert evaluate(rollouts, num_tasks=4, out=tmp_path, resume=True).tasks == 4
                 continue

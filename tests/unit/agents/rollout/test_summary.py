@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turngym.agents.summary import pass_at_k, pass_hat_k, record, success_rule, summarize
+from turngym.agents.summary import (
+    Report,
+    pass_at_k,
+    pass_hat_k,
+    record,
+    success_rule,
+    summarize,
+)
 from turngym.errors import ConfigError
 from turngym.types import Message, RewardSpec, Trajectory, Turn
 
@@ -118,6 +125,7 @@ def test_a_report_of_errors_alone_tells_the_last_ones_cause() -> None:
 def test_the_table_and_the_json_show_the_same_numbers() -> None:
     report = summarize(tries("a", 4, 1) + tries("b", 4, 4), SPECS)
     plain = json.loads(json.dumps(report.to_json()))
+    assert Report.from_json(plain) == report
     assert plain["pass_at"]["2"]["value"] == 0.75
     assert ("pass^2", "0.500", "[0.000, 1.000]") in report.rows()
 

@@ -245,7 +245,8 @@ def _check_whole(bound: BoundAlgorithm, batch: Batch, plan: Plan, index: Tensor)
     split = (found > 0) & (found < batch.rows.lengths)
     if plan.pairs is not None:
         here = (found > 0)[plan.pairs]
-        split[plan.pairs[here.any(-1) & ~here.all(-1)].flatten()] = True
+        missing = ~here & (batch.rows.lengths > 0)[plan.pairs]
+        split[plan.pairs[here.any(-1) & missing.any(-1)].flatten()] = True
     if bool(split.any()):
         raise TrajectoryError(
             f"{bound.algorithm.name} needs whole {bound.unit}s in every micro-batch; row "

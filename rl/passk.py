@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from turngym.errors import ConfigError
 from turngym.rl.credit import Case, Estimate, estimate, paint
 from turngym.rl.estimators import PassAtK
-from turngym.rl.filters import correct_rows
+from turngym.rl.filters import correct_rows, metric_column
 from turngym.rl.segments import TINY
 
 __all__ = ["chen", "pkpo", "pkpo_rewards"]
@@ -119,6 +119,7 @@ def _(estimator: PassAtK, case: Case) -> Estimate:
     total = case.returns.filled(batch.group, batch.num_groups).sum(-1).numpy()
     if estimator.kind == "chen" and case.bound.algorithm.selection.metric is not None:
         total = correct_rows(case.bound, batch).double().numpy()
+        live = live & ~metric_column(case.bound, batch).isnan()
     rows = live.nonzero().squeeze(-1).numpy()
     rows = rows[np.argsort(batch.group.numpy()[rows], kind="stable")]
     sizes = np.bincount(batch.group.numpy()[rows], minlength=batch.num_groups)

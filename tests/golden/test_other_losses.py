@@ -2,6 +2,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from turngym.rl.axes import Ratio
@@ -144,6 +145,7 @@ def test_dppo_keep_masks(golden: Any) -> None:
         assert kept.tolist() == wanted
 
 
+@pytest.mark.only_file
 def test_dppo_topk_divergence(golden: Any, close: Any) -> None:
     for match, wanted in entries(golden, r"dppo_topk_k(\d+)_sampled(\d+)"):
         k, sampled = int(match[1]), int(match[2])

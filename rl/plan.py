@@ -50,6 +50,24 @@ class Credit:
     state: AlgorithmState
     """For the next batch."""
 
+    def variety(self, batch: Batch) -> dict[str, float]:
+        """How much the groups of the batch have to teach; nothing where pairs are compared.
+
+        Returns:
+            `train/idle_groups_frac`, groups in which every advantage is 0, and
+            `train/distinct_advantages`, different advantages in a group, rounded to 1e-6.
+        """
+        if self.pairs is not None or not batch.num_groups:
+            return {}
+        group = batch.group[batch.row]
+        moved = lengths_of(group, batch.num_groups, self.advantage != 0) > 0
+        values = (self.advantage[self.mask] * 1e6).round().long()
+        distinct = torch.unique((group[self.mask] << 40) + values)
+        return {
+            "train/idle_groups_frac": 1 - float(moved.double().mean()),
+            "train/distinct_advantages": len(distinct) / batch.num_groups,
+        }
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:

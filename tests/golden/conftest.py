@@ -150,9 +150,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for name, section in (("loss_key", "losses"), ("advantage_key", "advantages")):
         if name in metafunc.fixturenames:
             pairs = [
-                (source, key)
-                for source in sources
-                for key in keys_of(source, section, folder)
+                (source, key) for source in sources for key in keys_of(source, section, folder)
             ]
             metafunc.parametrize(("golden", name), pairs, indirect=["golden"])
             return

@@ -52,7 +52,7 @@ class Fixture:
         self.logp_ref = np.minimum(base + rng.normal(0, 0.4, shape), -1e-3)
         self.logp_rollout = np.minimum(base + rng.normal(0, 0.06, shape), -1e-3)
         far = rng.random(shape)
-        self.logp_new[far < 0.04] = -30.0
+        self.logp_new[far < 0.04] = -30.0 - far[far < 0.04]
         self.logp_old[far > 0.96] = -4.5
         self.logp_new[far > 0.96] = -1.5
         self.logp_rollout[(far > 0.9) & (far < 0.93)] -= 2.0
@@ -80,7 +80,7 @@ class Fixture:
         names += "values_new r_real r_bin r_greedy r_multi w_multi truncated turn_rewards anchors"
         return {name: listed(getattr(self, name)) for name in names.split()}
 
-    def members(self, live: Flags) -> list[NDArray[np.int64]]:
+    def members(self, live: Any) -> list[NDArray[np.int64]]:
         """Rows of each group that can be compared: nobody alone."""
         found = [np.flatnonzero((self.group == g) & live) for g in range(len(SIZES))]
         return [rows for rows in found if len(rows) > 1]
@@ -416,7 +416,9 @@ def more_advantages(f: Fixture) -> dict[str, Any]:
         found[f"gdpo_batch_{whiten}"] = {
             "adv": listed(gdpo(f, f.r_multi, whiten=whiten, eps=eps)),
             "per_reward": listed(
-                np.column_stack([grouped(f, c, lambda x: grpo(x, eps=eps)) for c in f.r_multi.T])
+                np.column_stack(
+                    [grouped(f, c, lambda x, eps=eps: grpo(x, eps=eps)) for c in f.r_multi.T]
+                )
             ),
         }
     gated = conditioned(f.r_multi)
@@ -516,7 +518,8 @@ def far_from_sampler(f: Fixture, a: Reals, kind: str, bound: float) -> Flags:
     if kind == "tv":
         return ~(((a > 0) & (p - mu > bound)) | ((a < 0) & (mu - p > bound)))
     kl = mu * np.log(mu / p) + (1 - mu) * (np.log(1 - mu + 1e-8) - np.log(1 - p + 1e-8))
-    return ~((kl > bound) & (((a > 0) & (p > mu)) | ((a < 0) & (p < mu))))
+    kept: Flags = ~((kl > bound) & (((a > 0) & (p > mu)) | ((a < 0) & (p < mu))))
+    return kept
 
 
 def behaviour(f: Fixture, level: str, mode: str, low: float, high: float) -> Reals:

@@ -16,13 +16,8 @@ def check_groups(algorithm: "Algorithm", run: RunFacts) -> None:
     """The run samples groups that the algorithm can compare and choose from."""
     name, advantage, selection = algorithm.name, algorithm.advantage, algorithm.selection
     members = run.group_size + selection.replay + selection.demonstrations
-    compares = (
-        advantage.compares_members and advantage.pool == "group"
-        if isinstance(advantage, GroupAdvantage)
-        else advantage.needs_groups
-    )
     check_that(
-        not compares or members >= 2,
+        not advantage.compares_groups or members >= 2,
         f"{name} compares the members of a group, got group_size={run.group_size}; sample at "
         "least 2, or use an algorithm for single trajectories, such as 'reinforce_pp'",
     )

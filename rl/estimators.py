@@ -27,6 +27,11 @@ class Estimator:
     needs_groups: ClassVar[bool] = True
     """Group members are compared, so that a task needs at least two trajectories."""
 
+    @property
+    def compares_groups(self) -> bool:
+        """A trajectory alone in its group has nothing to be compared with."""
+        return self.needs_groups
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAdvantage(Estimator):
@@ -117,6 +122,11 @@ class GroupAdvantage(Estimator):
     def compares_members(self) -> bool:
         """The baseline or the scale comes from the group."""
         return self.baseline in ("group_mean", "leave_one_out") or self.scale == "group_std"
+
+    @property
+    def compares_groups(self) -> bool:
+        """The baseline or the scale comes from the task's group."""
+        return self.compares_members and self.pool == "group"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@
 totals. Nothing here sees a model: `objective` combines a plan with log-probabilities.
 """
 
+import logging
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -30,6 +31,8 @@ from turngym.rl.state import AlgorithmState
 from turngym.rl.terms import KL, BehaviorCorrection, Entropy, KLCov, PositiveNLL
 
 __all__ = ["Credit", "Plan", "assign", "plan"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -149,6 +152,8 @@ def assign(bound: BoundAlgorithm, batch: Batch, state: AlgorithmState | None = N
     keep, in_denominator = keep_members(bound, batch, total, returns.live, state)
     state = seen_difficulties(bound, batch, total, returns.live, state)
     returns = replace(returns, live=returns.live & keep)
+    if bound.algorithm.advantage.compares_groups:
+        _warn_of_lone_rows(batch, returns.live)
     case = Case(bound, batch, returns, state)
     found: Estimate = estimate(bound.algorithm.advantage, case)
     mask = batch.trainable & in_denominator[batch.row]
@@ -163,6 +168,17 @@ def assign(bound: BoundAlgorithm, batch: Batch, state: AlgorithmState | None = N
         pairs=found.pairs,
         state=state if found.state is None else found.state,
     )
+
+
+def _warn_of_lone_rows(batch: Batch, live: Tensor) -> None:
+    lone = int((lengths_of(batch.group, batch.num_groups, live) == 1).sum())
+    if lone:
+        logger.warning(
+            "%d of %d groups have only one rewarded trajectory, whose advantage is 0: nothing can "
+            "be compared with it",
+            lone,
+            batch.num_groups,
+        )
 
 
 def plan(

@@ -12,6 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -416,9 +417,7 @@ def more_advantages(f: Fixture) -> dict[str, Any]:
         found[f"gdpo_batch_{whiten}"] = {
             "adv": listed(gdpo(f, f.r_multi, whiten=whiten, eps=eps)),
             "per_reward": listed(
-                np.column_stack(
-                    [grouped(f, c, lambda x, eps=eps: grpo(x, eps=eps)) for c in f.r_multi.T]
-                )
+                np.column_stack([grouped(f, c, partial(grpo, eps=eps)) for c in f.r_multi.T])
             ),
         }
     gated = conditioned(f.r_multi)

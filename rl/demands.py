@@ -23,7 +23,7 @@ def check_groups(algorithm: "Algorithm", run: RunFacts) -> None:
     )
     if isinstance(advantage, PassAtK):
         check_that(
-            advantage.k + (advantage.kind == "sloo") <= members,
+            advantage.k + (advantage.method == "sloo") <= members,
             f"{name} asks for pass@{advantage.k} of groups of {members}; lower advantage.k or "
             "sample more",
         )
@@ -59,7 +59,7 @@ def check_models(algorithm: "Algorithm", run: RunFacts) -> None:
     check_that(
         run.topk > 0 or not (isinstance(region, DivergenceMask) and region.needs_topk),
         f"{name} compares the sampler's most likely tokens; record them (topk >= 1) or use "
-        "kind='tv'",
+        "measure='tv'",
     )
 
 

@@ -79,6 +79,7 @@ class GroupAdvantage(Estimator):
             ("scale", Scale),
             ("whiten", Whiten),
             ("unit", Unit),
+            ("pool", Literal["group", "bucket"]),
         ):
             check_choice("GroupAdvantage", name, getattr(self, name), choices)
         check_that(
@@ -133,14 +134,14 @@ class GroupAdvantage(Estimator):
 class PassAtK(Estimator):
     """Advantages for pass@k: Chen et al. (arXiv:2508.10751) or PKPO (arXiv:2505.15201)."""
 
-    kind: Literal["chen", "sloo", "sloo_minus_one"] = "chen"
+    method: Literal["chen", "sloo", "sloo_minus_one"] = "chen"
     """`chen` reads the metric, right or wrong, where the run has one; PKPO reads the return."""
 
     k: int = 2
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        check_choice("PassAtK", "kind", self.kind, Literal["chen", "sloo", "sloo_minus_one"])
+        check_choice("PassAtK", "method", self.method, Literal["chen", "sloo", "sloo_minus_one"])
         check_that(self.k >= 2, f"PassAtK.k must be at least 2, got {self.k}; use RLOO for k=1")
 
 
@@ -192,6 +193,10 @@ class AnchorState(Estimator):
     scale: Literal["none", "std"] = "none"
     eps: float = 1e-6
 
+    def __post_init__(self) -> None:
+        check_choice("AnchorState", "scale", self.scale, Literal["none", "std"])
+        check_that(0 <= self.gamma <= 1, f"gamma must lie in [0, 1], got {self.gamma}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeAndTurn(Estimator):
@@ -217,6 +222,10 @@ class TurnNormalized(Estimator):
 
     eps: float = 1e-6
 
+    def __post_init__(self) -> None:
+        check_choice("TurnNormalized", "pool", self.pool, Literal["group", "group_turn"])
+        check_that(0 <= self.gamma <= 1, f"gamma must lie in [0, 1], got {self.gamma}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepValues(Estimator):
@@ -236,8 +245,18 @@ class TreeCredit(Estimator):
     The batch carries `tree`: which node each token belongs to.
     """
 
-    kind: Literal["treerl", "treepo"] = "treerl"
     per_token: ClassVar[bool] = True
+
+    method: Literal["treerl", "treepo"] = "treerl"
+    by_size: bool = False
+    """TreePO weighs a leaf's ancestors by their leaves instead of equally."""
+
+    def __post_init__(self) -> None:
+        check_choice("TreeCredit", "method", self.method, Literal["treerl", "treepo"])
+        check_that(
+            not self.by_size or self.method == "treepo",
+            "TreeCredit.by_size weighs the ancestors of TreePO; set method='treepo'",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

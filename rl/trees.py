@@ -92,10 +92,10 @@ def _(estimator: TreeCredit, case: Case) -> Estimate:
     leaves = batch.tree.leaf.tolist()
     rewards = {leaves[row]: float(total[row]) for row in live.nonzero().squeeze(-1).tolist()}
     parents = batch.tree.parent.tolist()
-    if estimator.kind == "treerl":
+    if estimator.method == "treerl":
         node_rewards = torch.tensor(treerl_rewards(parents, rewards), dtype=torch.float64)
         return Estimate(node_rewards[batch.tree.node])
-    found = treepo_advantages(parents, rewards)
+    found = treepo_advantages(parents, rewards, by_size=estimator.by_size)
     values = torch.tensor([found.get(leaf, 0.0) for leaf in leaves], dtype=torch.float64)
     painted = paint(values.unsqueeze(-1), batch)
     mask = batch.trainable & live[batch.row]

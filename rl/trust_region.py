@@ -90,7 +90,7 @@ class SoftGate(TrustRegion):
 class DivergenceMask(TrustRegion):
     """Tokens moving away from the sampler beyond a divergence are masked (DPPO)."""
 
-    kind: Divergence = "tv"
+    measure: Divergence = "tv"
     """Of the sampled token against the rest, or over the sampler's K most likely tokens."""
 
     low: float = 0.15
@@ -104,7 +104,7 @@ class DivergenceMask(TrustRegion):
     gradient."""
 
     def __post_init__(self) -> None:
-        check_choice("DivergenceMask", "kind", self.kind, Divergence)
+        check_choice("DivergenceMask", "measure", self.measure, Divergence)
         check_that(
             self.low > 0 and self.high > 0,
             f"DivergenceMask bounds must be positive, got {self.low} and {self.high}",
@@ -117,7 +117,7 @@ class DivergenceMask(TrustRegion):
     @property
     def needs_topk(self) -> bool:
         """The sampler's most likely tokens must be in the batch."""
-        return self.kind in ("topk_tv", "topk_kl")
+        return self.measure in ("topk_tv", "topk_kl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -307,7 +307,7 @@ def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
 
 @key("passk_chen_k(\\d+)_bin")
 def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
-    close(painted(golden, PassAtK(kind="chen", k=int(m[1])), "r_bin"), golden.by_row(wanted))
+    close(painted(golden, PassAtK(method="chen", k=int(m[1])), "r_bin"), golden.by_row(wanted))
 
 
 @key("pkpo_s_k(\\d+)_(bin|real)")
@@ -324,7 +324,7 @@ def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
 
 @key("pkpo_(sloo|sloo_minus_one)_k(\\d+)_(bin|real)")
 def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
-    estimator = PassAtK(kind=m[1], k=int(m[2]))  # type: ignore[arg-type]
+    estimator = PassAtK(method=m[1], k=int(m[2]))  # type: ignore[arg-type]
     close(painted(golden, estimator, f"r_{m[3]}"), golden.by_row(wanted))
 
 

@@ -201,7 +201,7 @@ def _(m: re.Match[str]) -> Setting:
 @setting("dppo_(tv|kl)_#_(literal|truncated#)")
 def _(m: re.Match[str]) -> Setting:
     bound, cap = float(m[2]), m[4]
-    region = DivergenceMask(kind=m[1], low=bound, high=bound, cap=float(cap) if cap else None)  # type: ignore[arg-type]
+    region = DivergenceMask(measure=m[1], low=bound, high=bound, cap=float(cap) if cap else None)  # type: ignore[arg-type]
     return preset("dppo", trust_region=region, aggregate=TOKEN_MEAN), "r_real"
 
 

@@ -138,7 +138,7 @@ def test_dppo_keep_masks(golden: Any) -> None:
             row=batch.row,
             num_rows=batch.num_rows,
         )
-        region = DivergenceMask(kind=match[1], low=bound, high=bound)  # type: ignore[arg-type]
+        region = DivergenceMask(measure=match[1], low=bound, high=bound)  # type: ignore[arg-type]
         stopped = surrogate(region, tokens).bound
         assert stopped is not None
         kept = unflatten((~stopped).double(), golden.mask)

@@ -393,7 +393,7 @@ def test_topk_divergence_masks_tokens_that_move_away() -> None:
         )
 
     for kind, bound in (("topk_tv", 0.15), ("topk_kl", 0.05)):
-        region = DivergenceMask(kind=kind, low=bound, high=bound)  # type: ignore[arg-type]
+        region = DivergenceMask(measure=kind, low=bound, high=bound)  # type: ignore[arg-type]
         near, far = surrogate(region, tokens([0.55, 0.3])), surrogate(region, tokens([0.8, 0.1]))
         assert near.bound is not None
         assert far.bound is not None

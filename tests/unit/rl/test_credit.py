@@ -392,7 +392,7 @@ def test_chen_rewards_the_one_that_was_right() -> None:
 
 def test_pass_at_k_takes_groups_of_different_sizes() -> None:
     batch = make({"r": [1.0, 0.0, 0.0, 1.0, 0.0]}, group=[0, 0, 0, 1, 1])
-    found = advantage(batch, PassAtK(kind="sloo_minus_one", k=2))
+    found = advantage(batch, PassAtK(method="sloo_minus_one", k=2))
     first = pkpo(np.array([[1.0, 0.0, 0.0]]), 2, minus_one=True)[0].tolist()
     second = pkpo(np.array([[1.0, 0.0]]), 2, minus_one=True)[0].tolist()
     assert found == near(first + second)
@@ -413,14 +413,14 @@ def test_trees_credit_the_fork_that_made_the_difference() -> None:
         treerl_rewards([1, -1], {0: 1.0})
 
 
-@pytest.mark.parametrize("kind", ["treerl", "treepo"])
-def test_tree_credit_reaches_tokens(kind: str) -> None:
+@pytest.mark.parametrize("method", ["treerl", "treepo"])
+def test_tree_credit_reaches_tokens(method: str) -> None:
     batch = make({"r": [1.0, 0.0, 0.0]}, turns=[[0, 0]] * 3)
     node = torch.tensor([1, 3, 1, 4, 2, 5])
     tree = Tree(node, torch.tensor([-1, 0, 0, 1, 1, 2]), torch.tensor([3, 4, 5]))
-    found = advantage(replace(batch, tree=tree), TreeCredit(kind=kind))  # type: ignore[arg-type]
+    found = advantage(replace(batch, tree=tree), TreeCredit(method=method))  # type: ignore[arg-type]
     assert found[1] > found[3]
-    if kind == "treerl":
+    if method == "treerl":
         # The first token of rows 0 and 1 is one shared node.
         assert found[0] == found[2]
 

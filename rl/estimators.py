@@ -247,12 +247,15 @@ class TreeCredit(Estimator):
 
     per_token: ClassVar[bool] = True
 
-    method: Literal["treerl", "treepo"] = "treerl"
+    method: Literal["treerl", "treepo", "arpo"] = "treerl"
+    """`arpo`: a shared prefix has the mean of its branches' group advantages, the hard form of
+    ARPO (arXiv:2507.19849); its soft form is `GroupAdvantage`."""
+
     by_size: bool = False
     """TreePO weighs a leaf's ancestors by their leaves instead of equally."""
 
     def __post_init__(self) -> None:
-        check_choice("TreeCredit", "method", self.method, Literal["treerl", "treepo"])
+        check_choice("TreeCredit", "method", self.method, Literal["treerl", "treepo", "arpo"])
         check_that(
             not self.by_size or self.method == "treepo",
             "TreeCredit.by_size weighs the ancestors of TreePO; set method='treepo'",

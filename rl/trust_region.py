@@ -1,11 +1,12 @@
 """Axis 5: trust regions as small frozen values; no torch here.
 
 Each bounds how far one batch may move the policy. The per-token loss of a region is registered for
-its type in `turngym.rl.objectives`, where the gate of every region is written down.
+its type in `turngym.rl.surrogates`, where the gate of every region is written down.
 """
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from turngym.rl.axes import Divergence, check_choice, check_that
 
@@ -13,6 +14,9 @@ from turngym.rl.axes import Divergence, check_choice, check_that
 @dataclass(frozen=True, slots=True)
 class TrustRegion:
     """Base of all trust regions."""
+
+    needs_rows: ClassVar[bool] = False
+    """The loss of a token depends on other tokens of its row, which no micro-batch may split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +127,8 @@ class DivergenceMask(TrustRegion):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeometricClip(TrustRegion):
     """Geometric mean of clipped token ratios per sequence (GMPO, arXiv:2507.20673)."""
+
+    needs_rows: ClassVar[bool] = True
 
     low: float = 0.4
     """Log-ratio below which a token of a negative row has no gradient."""

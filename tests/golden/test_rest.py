@@ -172,11 +172,13 @@ def test_every_reward_is_covered(golden: Any) -> None:
 
 @pytest.mark.only_file
 def test_soft_overlong_punishment(golden: Any, close: Any) -> None:
-    # The file names lengths and penalties: the limits follow from where 0 ends and -1 begins.
+    # The file names lengths and penalties: the limits follow from two of those between 0 and -1.
     penalties = golden["rewards"]["dapo_soft_overlong"]
     wanted = {int(length): value for length, value in penalties.items()}
-    start = max(length for length, value in wanted.items() if value == 0)
-    limit = min(length for length, value in wanted.items() if value == -1)
+    (short, low), (long, high) = [item for item in wanted.items() if -1 < item[1] < 0][:2]
+    cache = (long - short) / (low - high)
+    start = round(short + low * cache)
+    limit = round(start + cache)
     found = soft_overlong(torch.tensor(list(wanted)), max_tokens=limit, cache_tokens=limit - start)
     close(found, list(wanted.values()))
 

@@ -9,7 +9,7 @@ from turngym.errors import ConfigError, TrajectoryError
 from turngym.rl.algorithm import RunFacts
 from turngym.rl.axes import AdaptiveK, Selection, TopK
 from turngym.rl.batch import Batch
-from turngym.rl.corrections import behavior_weight, mismatch, staleness
+from turngym.rl.corrections import behavior_weight
 from turngym.rl.estimators import Pairs
 from turngym.rl.filters import (
     PassRates,
@@ -24,6 +24,7 @@ from turngym.rl.filters import (
 from turngym.rl.labels import majority_label, proposer_reward
 from turngym.rl.masks import quantile, top_tokens
 from turngym.rl.metrics import largest, mean_of, merge, part_of_sum
+from turngym.rl.mismatch import mismatch, staleness
 from turngym.rl.objectives import objective, value_objective
 from turngym.rl.padded import batch_from_padded
 from turngym.rl.plan import plan
@@ -259,12 +260,13 @@ def test_behaviour_weights_at_every_level() -> None:
 def test_mismatch_and_staleness_are_measured_before_the_update() -> None:
     batch = padded([2, 2], [0.0, 0.0], logp_old=-1.0)
     batch = replace(batch, version=torch.tensor([3, 5, -1, -1]))
-    found = mismatch(batch)
-    assert found["mismatch/ratio_p50"] == 1.0
-    assert found["mismatch/kl"] == 0.0
-    assert staleness(batch, 6) == {"staleness/mean": 2.0, "staleness/max": 3.0}
+    everything, logp = torch.arange(4), batch.logp_rollout
+    found = mismatch(batch, everything, logp)
+    assert found["train/mismatch_ratio_p01"] == found["train/mismatch_ratio_p99"] == 1.0
+    assert found["train/mismatch_kl"] == 0.0
+    assert staleness(batch, 6) == {"train/staleness_mean": 2.0, "train/staleness_max": 3.0}
     nothing = replace(batch, mask=torch.zeros(4, dtype=torch.bool))
-    assert mismatch(nothing) == {}
+    assert mismatch(nothing, everything, logp) == {}
     assert staleness(replace(batch, version=torch.full((4,), -1)), 6) == {}
 
 

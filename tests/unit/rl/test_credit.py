@@ -425,6 +425,29 @@ def test_tree_credit_reaches_tokens(method: str) -> None:
         assert found[0] == found[2]
 
 
+def test_a_shared_prefix_has_the_mean_of_its_branches() -> None:
+    batch = make({"r": [1.0, 0.0, 0.0]}, turns=[[0, 0]] * 3)
+    node = torch.tensor([1, 3, 1, 4, 2, 5])
+    tree = Tree(node, torch.tensor([-1, 0, 0, 1, 1, 2]), torch.tensor([3, 4, 5]))
+    found = advantage(replace(batch, tree=tree), TreeCredit(method="arpo"))
+    right, wrong = 2 / 3 / math.sqrt(1 / 3), -1 / 3 / math.sqrt(1 / 3)
+    shared = (right + wrong) / 2
+    assert found == near([shared, right, shared, wrong, wrong, wrong])
+
+
+def test_trees_are_weighed_by_size_where_asked() -> None:
+    batch = make({"r": [1.0, 0.0, 0.0]}, turns=[[0, 0]] * 3)
+    node = torch.tensor([1, 3, 1, 4, 2, 5])
+    tree = Tree(node, torch.tensor([-1, 0, 0, 1, 1, 2]), torch.tensor([3, 4, 5]))
+    even, sized = (
+        advantage(replace(batch, tree=tree), TreeCredit(method="treepo", by_size=by_size))
+        for by_size in (False, True)
+    )
+    assert even != near(sized)
+    with pytest.raises(ConfigError, match="method='treepo'"):
+        TreeCredit(by_size=True)
+
+
 def test_branching_needs_a_rise_of_uncertainty() -> None:
     assert should_branch(0.1)
     assert not should_branch(0.0)

@@ -112,7 +112,7 @@ def update_seconds(batch: Batch, model: Any) -> float:
     start = time.process_time()
     for part in range(0, len(rows), PASS):
         here = slice(part, part + PASS)
-        policy_logprobs(model, rows[here], places[here]).logp.sum().backward()
+        policy_logprobs(model, rows[here], places[here]).logp.sum().backward()  # type: ignore[no-untyped-call]
     return time.process_time() - start
 
 

@@ -246,6 +246,30 @@ def test_a_row_without_rewards_is_as_if_it_were_not_there(
         same(case.plan.advantage[~here], wanted.plan.advantage)
 
 
+@pytest.mark.parametrize("algorithm", EVERY)
+@given(seed=seeds)
+@FEW
+def test_components_that_abstain_here_and_there_stay_out_of_the_numbers(
+    algorithm: Algorithm, seed: int, build: Any, draw: Any
+) -> None:
+    rng = np.random.default_rng(seed)
+    for by_turn in turn_modes(algorithm):
+        rows = rows_for(draw, algorithm, seed)
+        for row in rows:
+            row.rewards = {n: v if rng.random() < 0.7 else NAN for n, v in row.rewards.items()}
+            row.turn_rewards = [v if rng.random() < 0.7 else NAN for v in row.turn_rewards]
+        case = build(algorithm, rows, by_turn=by_turn)
+        loss, gradient = case.run()
+        assert torch.isfinite(case.plan.advantage).all()
+        assert torch.isfinite(loss)
+        assert torch.isfinite(gradient).all()
+        order = rng.permutation(len(rows))
+        moved = build(algorithm, [rows[i] for i in order], by_turn=by_turn)
+        by_row = case.per_row(case.plan.advantage)
+        wanted = [value for i in order for value in by_row[i]]
+        same(moved.plan.advantage.double(), torch.tensor(wanted, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("algorithm", COMPARES)
 @given(seed=seeds)
 @FEW

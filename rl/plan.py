@@ -25,6 +25,7 @@ from turngym.rl.corrections import behavior_weight
 from turngym.rl.credit import Case, Estimate, estimate
 from turngym.rl.filters import correct_rows, keep_members, seen_difficulties
 from turngym.rl.masks import combine_factors, covariance, row_filter, top_tokens
+from turngym.rl.regularizers import has_penalty
 from turngym.rl.returns import returns_of
 from turngym.rl.segments import lengths_of, segment_sum
 from turngym.rl.state import AlgorithmState
@@ -91,6 +92,9 @@ class Plan:
     correction: Tensor
     """Behaviour correction, (N,)."""
 
+    has_penalties: bool = False
+    """A regularizer with a function of its own may move every token in the loss."""
+
     kl_coef: float | None = None
     entropy_coef: float | None = None
     entropy_weight: Tensor | None = None
@@ -127,7 +131,7 @@ class Plan:
         tokens.
         """
         moves = self.policy_weight * self.advantage != 0
-        if self.kl_coef is not None:
+        if self.kl_coef is not None or self.has_penalties:
             moves = moves | (self.weight != 0)
         for extra in (self.entropy_weight, self.nll_weight, self.drift_weight):
             if extra is not None:
@@ -220,6 +224,7 @@ def plan(
         mask=credit.mask & (step >= 0)[batch.row],
         factor=columns.factor.to(dtype),
         correction=_correction(bound, batch, credit.mask).to(dtype),
+        has_penalties=any(map(has_penalty, bound.algorithm.regularize)),
         kl_coef=_coef(kl.coef, state.kl_coef) if kl is not None and in_loss else None,
         entropy_coef=_coef(bonus.coef, state.entropy_coef) if bonus is not None else None,
         entropy_weight=columns.entropy.to(dtype) if bonus is not None else None,

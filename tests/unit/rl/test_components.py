@@ -1,5 +1,5 @@
 import random
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pytest
@@ -30,11 +30,18 @@ from turngym.rl.padded import batch_from_padded
 from turngym.rl.plan import plan
 from turngym.rl.preference import build_pairs
 from turngym.rl.presets import PRESETS
-from turngym.rl.regularizers import adapt, kl_penalty, next_entropy_coef, next_kl_coef, value_loss
+from turngym.rl.regularizers import (
+    adapt,
+    kl_penalty,
+    next_entropy_coef,
+    next_kl_coef,
+    penalty,
+    value_loss,
+)
 from turngym.rl.replay import ReplayBuffer, join
 from turngym.rl.state import AlgorithmState
 from turngym.rl.surrogates import Tokens, surrogate
-from turngym.rl.terms import KL, BehaviorCorrection, ClipCov, Entropy, OnlySpan
+from turngym.rl.terms import KL, BehaviorCorrection, ClipCov, Entropy, OnlySpan, Regularizer
 from turngym.rl.trust_region import DivergenceMask, TrustRegion
 from turngym.types import RewardSpec
 
@@ -375,6 +382,45 @@ def test_low_precision_is_computed_in_float32(run: RunFacts) -> None:
 def test_an_unregistered_region_says_how_to_register(run: RunFacts) -> None:
     with pytest.raises(ConfigError, match=r"surrogate\.register"):
         surrogate(TrustRegion(), None)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surprise(Regularizer):
+    """Keep sampled tokens likely."""
+
+    coef: float = 0.5
+
+
+@penalty.register
+def surprise(term: Surprise, tokens: Tokens) -> torch.Tensor:
+    return term.coef * tokens.logp.square()
+
+
+def test_a_regularizer_of_ones_own_adds_to_the_loss(run: RunFacts) -> None:
+    batch = padded([2, 1, 1], [1.0, 1.0, 1.0])
+    bound = replace(PRESETS["dr_grpo"], regularize=(Surprise(),)).bind(run)
+    planned = plan(bound, batch)
+    assert (planned.advantage == 0).all()
+    assert planned.moving_rows(batch).all()
+    logp = torch.tensor([-1.0, -2.0, -3.0, -4.0], requires_grad=True)
+    loss, metrics = objective(bound, batch, planned, torch.arange(4), logp)
+    # Sums over tokens, mean over three rows, divided by the constant.
+    length = bound.algorithm.aggregate.length
+    assert length is not None
+    assert loss.item() == pytest.approx(0.5 * (1 + 4 + 9 + 16) / 3 / length)
+    assert metrics["loss/Surprise"].value() == pytest.approx(loss.item())
+    parts = [
+        objective(bound, batch, planned, index, logp[index])[0]
+        for index in torch.tensor([[0], [1], [2], [3]])
+    ]
+    assert sum(part.item() for part in parts) == pytest.approx(loss.item())
+
+
+def test_a_regularizer_without_arithmetic_is_not_ignored(run: RunFacts) -> None:
+    batch = padded([1, 1], [1.0, 0.0])
+    bound = replace(PRESETS["dr_grpo"], regularize=(Regularizer(),)).bind(run)
+    with pytest.raises(ConfigError, match=r"penalty\.register"):
+        objective(bound, batch, plan(bound, batch), torch.arange(2), torch.zeros(2))
 
 
 def test_topk_divergence_masks_tokens_that_move_away() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from turngym.errors import ConfigError, TrajectoryError
 from turngym.rl.algorithm import Algorithm, RunFacts
 from turngym.rl.axes import (
+    Gate,
     KeepInGroup,
     MajorityVote,
     NegativeEntropy,
@@ -239,6 +240,26 @@ def test_length_punishes_only_scored_rows() -> None:
     returns = returns_of(bound, batch)
     assert returns.live.tolist() == [True, False]
     assert returns.steps.sum((0, 2)).tolist() == [0.0, 0.0]
+
+
+def test_turn_rewards_wait_for_the_outcome() -> None:
+    batch = make(
+        {"right": [1.0, 0.0, NAN], "style": [0.0, 1.0, NAN]},
+        turns=[[0, 1]] * 3,
+        turn_rewards={"step": [[1.0, 0.5], [1.0, NAN], [1.0, 1.0]]},
+    )
+    gated = replace(
+        PRESETS["reinforce"],
+        reward=Reward(shaping=(Gate(threshold=0.5),), weights={"style": 0.5}),
+    )
+    returns = returns_of(bind(batch, gated), batch)
+    # The outcome is 1, above the gate; 0.5, not above it; unknown, and then so is what it gates.
+    assert returns.steps[2].tolist() == [[1.0, 0.5], [0.0, 0.0], [0.0, 0.0]]
+    assert returns.valid[2].tolist() == [True, True, False]
+    assert returns.live.tolist() == [True, True, False]
+    alone = make({}, turns=[[0], [0]], turn_rewards={"step": [[1.0], [0.5]]})
+    with pytest.raises(ConfigError, match="outcome"):
+        returns_of(bind(alone, replace(gated, reward=Reward(shaping=(Gate(),)))), alone)
 
 
 def test_shaping_never_overwrites_a_reward_of_the_environment() -> None:

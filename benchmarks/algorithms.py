@@ -20,6 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import turngym
+from turngym.agents.base import Sampling
+from turngym.agents.config import RolloutConfig
+from turngym.agents.hf_policy import HFPolicy
+from turngym.agents.model import load_model
+from turngym.agents.renderer import Renderer
+from turngym.agents.rollout import EnvSource, RolloutEngine, TokenAgent
 from turngym.agents.store import TrajectoryStore
 from turngym.cli.train import parse
 from turngym.config import merge
@@ -166,7 +172,11 @@ CONTRASTS: dict[str, Contrast] = {
             Case(name="apart-gdpo", preset="gdpo", algorithm=EVEN),
         ),
         columns={
-            "different advantages a group": through("train/distinct_advantages"),
+            # The first batch is the same in every case: same start, same seed.
+            "different advantages a group, first batch": through(
+                "train/distinct_advantages", lambda values: values[0]
+            ),
+            "all batches": through("train/distinct_advantages"),
             "format while training": lambda run: statistics.mean(run["curves"]["format"]),
             "format after": after("format"),
             "correct after": after("correct"),
@@ -198,26 +208,27 @@ CONTRASTS: dict[str, Contrast] = {
             "success after": after("success"),
             "correct after": after("correct"),
             "format after": after("format"),
-            "tokens, first 3": lambda run: statistics.mean(run["length"][:3]),
-            "last 3": lambda run: statistics.mean(run["length"][-3:]),
+            "tokens before": lambda run: run["held_back_tokens"]["before"],
+            "tokens after": lambda run: run["held_back_tokens"]["after"],
         },
     ),
     "the shortest of a group, wordy start": Contrast(
         cases=(
-            Case(name="wordy-grpo", preset="grpo", flags=WIDE, start="wordy"),
-            Case(name="wordy-gfpo", preset="gfpo", flags=WIDE, start="wordy"),
+            Case(name="wordy-grpo", preset="grpo", flags=WIDE, start="wordy", steps=25),
+            Case(name="wordy-gfpo", preset="gfpo", flags=WIDE, start="wordy", steps=25),
             Case(
                 name="wordy-gfpo-efficient",
                 preset="gfpo",
                 algorithm=EFFICIENT,
                 flags=WIDE,
                 start="wordy",
+                steps=25,
             ),
         ),
         columns={
             "success after": after("success"),
-            "tokens, first 3": lambda run: statistics.mean(run["length"][:3]),
-            "last 3": lambda run: statistics.mean(run["length"][-3:]),
+            "tokens before": lambda run: run["held_back_tokens"]["before"],
+            "tokens after": lambda run: run["held_back_tokens"]["after"],
             "groups without advantage": through("train/idle_groups_frac"),
         },
     ),
@@ -303,6 +314,11 @@ def play(case: Case, seed: int, steps: int, work: Path) -> dict[str, Any]:
     }
     if case.start == "hard":
         found["times"] = right_on_times(run)
+    if case.flags == WIDE:
+        models = {"before": start, "after": run / "model"}
+        found["held_back_tokens"] = {
+            name: held_back_tokens(model, config.env_id, kwargs) for name, model in models.items()
+        }
     return found
 
 
@@ -316,6 +332,24 @@ def pass_rates(run: Path, name: str) -> dict[str, float]:
     """Success of the best of k samples, by k, in one of a run's evaluations."""
     report = json.loads((run / "evaluations" / f"{name}.json").read_text(encoding="utf-8"))
     return {k: float(one["value"]) for k, one in report["pass_at"].items()}
+
+
+def held_back_tokens(model: Path, env_id: str, kwargs: Mapping[str, Any]) -> float:
+    """Policy tokens an episode on held-back tasks, the same for every model."""
+    weights, tokenizer = load_model(model, device="cpu")
+    renderer = Renderer(tokenizer)
+    config = RolloutConfig(group_size=1, concurrency=128, max_tokens=64)
+    with (
+        HFPolicy(weights, max_rows=128, threads=1) as policy,
+        RolloutEngine(
+            EnvSource(env_id, kwargs, "eval"),
+            TokenAgent.factory(policy, renderer, Sampling(max_tokens=64)),
+            config,
+            seed=0,
+        ) as engine,
+    ):
+        groups = engine.run(range(300))
+    return statistics.mean(one.num_sampled for group in groups for one in group.trajectories)
 
 
 def first_reach(success: Sequence[float]) -> int | None:

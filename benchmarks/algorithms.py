@@ -185,7 +185,7 @@ CONTRASTS: dict[str, Contrast] = {
     ),
     "prompts that are hardly ever solved": Contrast(
         cases=tuple(
-            Case(name=f"hard-{name}", preset=name, algorithm=ONLY_RIGHT, start="hard", steps=60)
+            Case(name=f"hard-{name}", preset=name, algorithm=ONLY_RIGHT, start="hard", steps=40)
             for name in ("grpo", "maxrl", "ngrpo")
         ),
         columns={
@@ -214,15 +214,14 @@ CONTRASTS: dict[str, Contrast] = {
     ),
     "the shortest of a group, wordy start": Contrast(
         cases=(
-            Case(name="wordy-grpo", preset="grpo", flags=WIDE, start="wordy", steps=25),
-            Case(name="wordy-gfpo", preset="gfpo", flags=WIDE, start="wordy", steps=25),
+            Case(name="wordy-grpo", preset="grpo", flags=WIDE, start="wordy"),
+            Case(name="wordy-gfpo", preset="gfpo", flags=WIDE, start="wordy"),
             Case(
                 name="wordy-gfpo-efficient",
                 preset="gfpo",
                 algorithm=EFFICIENT,
                 flags=WIDE,
                 start="wordy",
-                steps=25,
             ),
         ),
         columns={

@@ -20,6 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import turngym
+from turngym.agents.base import Sampling
+from turngym.agents.config import RolloutConfig
+from turngym.agents.hf_policy import HFPolicy
+from turngym.agents.model import load_model
+from turngym.agents.renderer import Renderer
+from turngym.agents.rollout import EnvSource, RolloutEngine, TokenAgent
 from turngym.agents.store import TrajectoryStore
 from turngym.cli.train import parse
 from turngym.config import merge
@@ -51,7 +57,20 @@ class HardTimes(Calculator):
         return super()._call(rng, left, symbol, right, slips)
 
 
+class Wordy(Calculator):
+    """A calculator whose expert may say what it thinks up to four times over."""
+
+    def expert(self, rng: random.Random, habits: Mapping[str, float]) -> Action:
+        """Do what the calculator's expert does, at length."""
+        action = super().expert(rng, habits)
+        thought = action.get("reasoning_content")
+        if thought:
+            action["reasoning_content"] = " so ".join([thought] * rng.randint(1, 4))
+        return action
+
+
 turngym.register("bench/HardTimes-v0", HardTimes)
+turngym.register("bench/Wordy-v0", Wordy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +94,18 @@ class Case:
 
 WIDE = ("--rollout.group-size", "16", "--prompts", "8")
 CRITIC = ("--critic.lr", "1e-3")
-SHORT = {"advantage": {"length_alpha": 0.5}}
+EFFICIENT = {"selection": {"keep_in_group": {"metric": "token_efficiency"}}}
 SPECIAL: dict[str, Case] = {
     case.name: case
     for case in (
-        Case(name="gfpo", preset="gfpo", flags=WIDE),
-        Case(name="gfpo_adaptive", preset="gfpo_adaptive", flags=WIDE),
-        Case(name="ppo", preset="ppo", flags=CRITIC),
+        Case(name="gfpo", preset="gfpo", algorithm=EFFICIENT, flags=WIDE),
+        Case(name="gfpo_adaptive", preset="gfpo_adaptive", algorithm=EFFICIENT, flags=WIDE),
+        Case(
+            name="passk_grpo",
+            preset="passk_grpo",
+            algorithm={"selection": {"metric": "success"}},
+            flags=("--eval.samples", "4"),
+        ),
         Case(name="open_reasoner_zero", preset="open_reasoner_zero", flags=CRITIC),
         Case(
             name="vapo", preset="vapo", algorithm={"advantage": {"length_alpha": 0.5}}, flags=CRITIC
@@ -97,31 +121,137 @@ STARTS: dict[str, tuple[str, ...]] = {
         *("bench/HardTimes-v0", "--env.level", "1", "--sft.steps", "600"),
         *("--sft.habits", "guess", "0.1", "wrong_operator", "0.02"),
     ),
+    "wordy": (
+        *("bench/Wordy-v0", "--env.level", "2", "--sft.steps", "600"),
+        *("--sft.habits", "wrong_operator", "0.06", "ignore_result", "0.05"),
+    ),
 }
-"""Flags of the cold starts."""
+"""Flags of the cold starts; an environment of its own comes first, with one setting."""
 
-HARD = {"reward": {"weights": {"correct": 1.0, "tool": 0.0, "format": 0.0}}}
+ONLY_RIGHT = {"reward": {"weights": {"correct": 1.0, "tool": 0.0, "format": 0.0}}}
 SCALED = {"reward": {"weights": {"correct": 1.0, "tool": 1.0, "format": 0.05}}}
+"""A format reward twenty times too small; GDPO divides by the spread and would not notice."""
+
 EVEN = {"reward": {"weights": {"correct": 1.0, "tool": 1.0, "format": 1.0}}}
 STALE = ("--optim.minibatches", "4")
+FAST = (*STALE, "--optim.lr", "4e-3")
 
-CONTRASTS: dict[str, tuple[Case, ...]] = {
-    "mis-scaled format reward (summed raw against normalised apart)": (
-        Case(name="summed-grpo", preset="grpo", algorithm=SCALED),
-        Case(name="apart-gdpo", preset="gdpo", algorithm=EVEN),
+Run = dict[str, Any]
+Column = Callable[[Run], float]
+
+
+def after(name: str) -> Column:
+    """A component on the held-back tasks, at the end."""
+    return lambda run: run["after"][name]
+
+
+def through(name: str, fold: Callable[[Sequence[float]], float] = statistics.mean) -> Column:
+    """A metric, folded over the rollout batches."""
+    return lambda run: fold(run["metrics"][name])
+
+
+def late_low(run: Run) -> float:
+    """Least success of a rollout batch in the second half of the training."""
+    curve: list[float] = run["curves"]["success"]
+    return min(curve[len(curve) // 2 :])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contrast:
+    """Cases that differ in one thing, and what of them is compared."""
+
+    cases: tuple[Case, ...]
+    columns: Mapping[str, Column]
+
+
+CONTRASTS: dict[str, Contrast] = {
+    "several rewards": Contrast(
+        cases=(
+            Case(name="even-grpo", preset="grpo", algorithm=EVEN),
+            Case(name="summed-grpo", preset="grpo", algorithm=SCALED),
+            Case(name="apart-gdpo", preset="gdpo", algorithm=EVEN),
+        ),
+        columns={
+            # The first batch is the same in every case: same start, same seed.
+            "different advantages a group, first batch": through(
+                "train/distinct_advantages", lambda values: values[0]
+            ),
+            "all batches": through("train/distinct_advantages"),
+            "format while training": lambda run: statistics.mean(run["curves"]["format"]),
+            "format after": after("format"),
+            "correct after": after("correct"),
+            "success after": after("success"),
+        },
     ),
-    "prompts that are hardly ever solved": tuple(
-        Case(name=f"hard-{name}", preset=name, algorithm=HARD, start="hard", steps=40)
-        for name in ("grpo", "maxrl", "ngrpo", "dapo")
+    "prompts that are hardly ever solved": Contrast(
+        cases=tuple(
+            Case(name=f"hard-{name}", preset=name, algorithm=ONLY_RIGHT, start="hard", steps=40)
+            for name in ("grpo", "maxrl", "ngrpo")
+        ),
+        columns={
+            "groups without advantage": through("train/idle_groups_frac"),
+            "`times` right at first": lambda run: run["times"][0],
+            "`times` right at the end": lambda run: run["times"][1],
+            "correct after": after("correct"),
+            "largest gradient norm": through("train/grad_norm", max),
+        },
     ),
-    "keeping the shortest of a group": (
-        Case(name="wide-grpo", preset="grpo", flags=WIDE),
-        Case(name="wide-gfpo", preset="gfpo", flags=WIDE),
+    "the shortest of a group, short failures": Contrast(
+        cases=(
+            Case(name="wide-grpo", preset="grpo", flags=WIDE),
+            Case(name="wide-gfpo", preset="gfpo", flags=WIDE),
+            Case(name="wide-gfpo_adaptive", preset="gfpo_adaptive", flags=WIDE),
+            SPECIAL["gfpo"],
+            SPECIAL["gfpo_adaptive"],
+        ),
+        columns={
+            "success after": after("success"),
+            "correct after": after("correct"),
+            "format after": after("format"),
+            "tokens before": lambda run: run["held_back_tokens"]["before"],
+            "tokens after": lambda run: run["held_back_tokens"]["after"],
+        },
     ),
-    "four optimizer steps a rollout batch": tuple(
-        Case(name=f"stale-{name}", preset=name, flags=STALE) for name in ("grpo", "cispo", "gspo")
+    "the shortest of a group, wordy start": Contrast(
+        cases=(
+            Case(name="wordy-grpo", preset="grpo", flags=WIDE, start="wordy"),
+            Case(name="wordy-gfpo", preset="gfpo", flags=WIDE, start="wordy"),
+            Case(
+                name="wordy-gfpo-efficient",
+                preset="gfpo",
+                algorithm=EFFICIENT,
+                flags=WIDE,
+                start="wordy",
+            ),
+        ),
+        columns={
+            "success after": after("success"),
+            "tokens before": lambda run: run["held_back_tokens"]["before"],
+            "tokens after": lambda run: run["held_back_tokens"]["after"],
+            "groups without advantage": through("train/idle_groups_frac"),
+        },
+    ),
+    "four optimizer steps a rollout batch": Contrast(
+        cases=tuple(
+            Case(name=f"{kind}-{name}", preset=name, flags=flags)
+            for kind, flags in (("stale", STALE), ("fast", FAST))
+            for name in ("grpo", "cispo", "gspo")
+        ),
+        columns={
+            "success after": after("success"),
+            "least success, second half": late_low,
+            "largest gradient norm": through("train/grad_norm", max),
+            "largest log ratio": through("train/log_ratio_max", max),
+            "KL(anchor, policy)": through("train/anchor_kl"),
+            "bounded tokens": through("train/clip_frac"),
+        },
     ),
 }
+
+KEPT_METRICS = (
+    *("train/idle_groups_frac", "train/distinct_advantages", "train/moving_rows"),
+    *("train/grad_norm", "train/log_ratio_max", "train/anchor_kl", "train/clip_frac"),
+)
 
 
 def configure(argv: Sequence[str], changes: Mapping[str, Any]) -> tuple[TrainConfig, Any]:
@@ -157,6 +287,7 @@ def play(case: Case, seed: int, steps: int, work: Path) -> dict[str, Any]:
         config = replace(config, store_trajectories=1)
     cpu = time.process_time()
     train(config, kwargs)
+    cpu = time.process_time() - cpu
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if line["step"] > 0]
     found = {
@@ -164,13 +295,16 @@ def play(case: Case, seed: int, steps: int, work: Path) -> dict[str, Any]:
         "preset": case.preset,
         "seed": seed,
         "steps": steps,
-        "cpu_s": time.process_time() - cpu,
+        "cpu_s": cpu,
         "before": evaluation(run, "before"),
         "after": evaluation(run, "after"),
         "to_solved": first_reach([line["reward/success/mean"] for line in lines]),
         "tokens": sum(line["rollout/sampled_tokens"] * line["rollout/episodes"] for line in lines),
-        "grad_norm": max(line["train/grad_norm"] or 0.0 for line in lines),
-        "moving": statistics.mean(line["train/moving_rows"] for line in lines),
+        "pass_at": {name: pass_rates(run, name) for name in ("before", "after")},
+        "metrics": {
+            name: [line[name] for line in lines if line.get(name) is not None]
+            for name in KEPT_METRICS
+        },
         "curves": {
             name: [line[f"reward/{name}/mean"] for line in lines]
             for name in ("success", "correct", "tool", "format")
@@ -179,6 +313,11 @@ def play(case: Case, seed: int, steps: int, work: Path) -> dict[str, Any]:
     }
     if case.start == "hard":
         found["times"] = right_on_times(run)
+    if case.flags == WIDE:
+        models = {"before": start, "after": run / "model"}
+        found["held_back_tokens"] = {
+            name: held_back_tokens(model, config.env_id, kwargs) for name, model in models.items()
+        }
     return found
 
 
@@ -186,6 +325,30 @@ def evaluation(run: Path, name: str) -> dict[str, float]:
     """Mean of each component in one of a run's evaluations."""
     report = json.loads((run / "evaluations" / f"{name}.json").read_text(encoding="utf-8"))
     return {name: float(one["value"]) for name, one in report["rewards"].items()}
+
+
+def pass_rates(run: Path, name: str) -> dict[str, float]:
+    """Success of the best of k samples, by k, in one of a run's evaluations."""
+    report = json.loads((run / "evaluations" / f"{name}.json").read_text(encoding="utf-8"))
+    return {k: float(one["value"]) for k, one in report["pass_at"].items()}
+
+
+def held_back_tokens(model: Path, env_id: str, kwargs: Mapping[str, Any]) -> float:
+    """Policy tokens an episode on held-back tasks, the same for every model."""
+    weights, tokenizer = load_model(model, device="cpu")
+    renderer = Renderer(tokenizer)
+    config = RolloutConfig(group_size=1, concurrency=128, max_tokens=64)
+    with (
+        HFPolicy(weights, max_rows=128, threads=1) as policy,
+        RolloutEngine(
+            EnvSource(env_id, kwargs, "eval"),
+            TokenAgent.factory(policy, renderer, Sampling(max_tokens=64)),
+            config,
+            seed=0,
+        ) as engine,
+    ):
+        groups = engine.run(range(300))
+    return statistics.mean(one.num_sampled for group in groups for one in group.trajectories)
 
 
 def first_reach(success: Sequence[float]) -> int | None:
@@ -196,15 +359,15 @@ def first_reach(success: Sequence[float]) -> int | None:
     return None
 
 
-def right_on_times(run: Path) -> float:
-    """How often multiplications were right, in the last tenth of the episodes."""
+def right_on_times(run: Path) -> tuple[float, float]:
+    """How often multiplications were right, in the first and the last tenth of the episodes."""
     right = [
         one.rewards.get("correct") or 0.0
         for one in TrajectoryStore(run / "trajectories")
         if " times " in str(one.prompt[-1]["content"])
     ]
-    last = right[-max(1, len(right) // 10) :]
-    return statistics.mean(last) if last else float("nan")
+    tenth = max(1, len(right) // 10)
+    return statistics.mean(right[:tenth]), statistics.mean(right[-tenth:])
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
@@ -215,14 +378,14 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     return f"{statistics.mean(values):.{digits}f} ({low:.{digits}f}..{high:.{digits}f})"
 
 
-def of_case(results: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+def of_case(results: Sequence[Run], name: str) -> list[Run]:
     """Results of one case, the longest runs only, one a seed, the latest."""
     steps = max((one["steps"] for one in results if one["case"] == name), default=0)
     chosen = [one for one in results if one["case"] == name and one["steps"] == steps]
     return list({one["seed"]: one for one in chosen}.values())
 
 
-def preset_table(results: Sequence[dict[str, Any]]) -> list[str]:
+def preset_table(results: Sequence[Run]) -> list[str]:
     """One row a preset that was run."""
     lines = [
         f"| preset | seeds | batches | success before | after | batches to {SOLVED} | "
@@ -248,50 +411,43 @@ def preset_table(results: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def contrast_table(results: Sequence[dict[str, Any]], title: str) -> list[str]:
-    """One row a case of a contrast."""
-    lines = [
-        f"**{title}**\n",
-        "| case | seeds | correct after | mean format while training | "
-        "tokens an episode, first 3 | last 3 | rows that move | largest gradient | "
-        "`times` right at the end |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for case in CONTRASTS[title]:
+def contrast_table(results: Sequence[Run], contrast: Contrast) -> list[str]:
+    """One row a case of a contrast; "-" where an older result lacks a figure."""
+    header = ("case", "seeds", "batches", *contrast.columns)
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for case in contrast.cases:
         runs = of_case(results, case.name)
         if not runs:
             continue
-        cells = (
-            case.name,
-            str(len(runs)),
-            spread([one["after"]["correct"] for one in runs]),
-            spread([statistics.mean(one["curves"]["format"]) for one in runs]),
-            spread([statistics.mean(one["length"][:3]) for one in runs], 0),
-            spread([statistics.mean(one["length"][-3:]) for one in runs], 0),
-            spread([one["moving"] for one in runs], 0),
-            spread([one["grad_norm"] for one in runs]),
-            spread([one["times"] for one in runs if "times" in one]),
-        )
+        cells = [case.name, str(len(runs)), str(runs[0]["steps"])]
+        for column in contrast.columns.values():
+            try:
+                found = [column(run) for run in runs]
+            except (KeyError, statistics.StatisticsError):
+                found = []
+            cells.append(spread(found, 3))
         lines.append("| " + " | ".join(cells) + " |")
-    return [] if len(lines) == 3 else [*lines, ""]
+    return lines if len(lines) > 2 else []
 
 
-def write(page: Path, results: Sequence[dict[str, Any]]) -> None:
-    """Put the tables between the page's markers, or at its end."""
-    begin, end = "<!-- algorithms: begin -->", "<!-- algorithms: end -->"
-    lines = [*preset_table(results), ""]
-    for title in CONTRASTS:
-        lines += contrast_table(results, title)
+def write(page: Path, results: Sequence[Run]) -> None:
+    """Put each table between its markers; what has none yet comes at the end of the page."""
     text = page.read_text(encoding="utf-8") if page.exists() else "# Benchmarks\n"
-    if begin not in text:
-        text = text.rstrip() + f"\n\n## Algorithms\n\n{begin}\n{end}\n"
-    head, _, rest = text.partition(begin)
-    _, _, tail = rest.partition(end)
-    table = "\n".join(lines).rstrip()
-    page.write_text(f"{head}{begin}\n\n{table}\n\n{end}{tail}", encoding="utf-8")
+    tables = {"presets": preset_table(results)}
+    tables |= {title: contrast_table(results, contrast) for title, contrast in CONTRASTS.items()}
+    for title, lines in tables.items():
+        begin, end = f"<!-- {title}: begin -->", f"<!-- {title}: end -->"
+        if not lines:
+            continue
+        if begin not in text:
+            text = f"{text.rstrip()}\n\n### {title.capitalize()}\n\n{begin}\n{end}\n"
+        head, _, rest = text.partition(begin)
+        _, _, tail = rest.partition(end)
+        text = f"{head}{begin}\n" + "\n".join(lines) + f"\n{end}{tail}"
+    page.write_text(text, encoding="utf-8")
 
 
-def load(path: Path) -> list[dict[str, Any]]:
+def load(path: Path) -> list[Run]:
     """Read the results so far."""
     if not path.exists():
         return []
@@ -315,7 +471,7 @@ def main() -> None:
     cases = [SPECIAL.get(name, Case(name=name, preset=name)) for name in names]
     for number, contrast in enumerate(CONTRASTS.values(), 1):
         if asked.contrasts == ["all"] or str(number) in asked.contrasts:
-            cases += contrast
+            cases += contrast.cases
     asked.work.mkdir(parents=True, exist_ok=True)
     done = {(one["case"], one["seed"], one["steps"]) for one in load(asked.out)}
     for seed in asked.seeds:

@@ -316,12 +316,12 @@ class BoundAlgorithm:
     @cached_property
     def unit(self) -> Unit:
         """What a micro-batch must hold whole: any tokens, whole rows, or whole groups."""
-        algorithm = self.algorithm
+        algorithm, region = self.algorithm, self.algorithm.trust_region
         if isinstance(algorithm.advantage, Pairs):
             return "group"
         if (
             algorithm.ratio.level != "token"
-            or isinstance(algorithm.trust_region, GeometricClip)
+            or (region is not None and region.needs_rows)
             or algorithm.rule(OffPolicySequenceMask) is not None
         ):
             return "row"

@@ -31,6 +31,7 @@ AggregateMode = Literal[
     "token_sum",
 ]
 Divergence = Literal["tv", "kl", "topk_tv", "topk_kl"]
+KeepMetric = Literal["shortest", "token_efficiency", "first"]
 KLEstimator = Literal["k1", "k2", "k3", "k3_plus", "abs"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
 CorrectionMode = Literal["truncate", "mask"]
@@ -158,7 +159,7 @@ class TopK(KeepInGroup):
     """Keep the best k members of a group (GFPO, arXiv:2508.09726)."""
 
     k: int = 8
-    metric: Literal["shortest", "token_efficiency", "first"] = "shortest"
+    metric: KeepMetric = "shortest"
     """`shortest`: fewest policy tokens; `token_efficiency`: largest return per token; `first`:
     the order of sampling, as when many members vote and some train (TTRL)."""
 
@@ -166,6 +167,8 @@ class TopK(KeepInGroup):
     """Rows that count in the aggregation: the paper's equation 2 keeps rejected rows in it."""
 
     def __post_init__(self) -> None:
+        check_choice("TopK", "metric", self.metric, KeepMetric)
+        check_choice("TopK", "denominator", self.denominator, Literal["all", "kept"])
         check_that(self.k >= 2, f"TopK.k must be at least 2 for a group baseline, got {self.k}")
 
 
@@ -179,10 +182,12 @@ class AdaptiveK(KeepInGroup):
     warmup: int = 8
     """Group means to have seen before quartiles mean anything; until then `ks[0]`."""
 
-    metric: Literal["shortest", "token_efficiency"] = "shortest"
+    metric: KeepMetric = "shortest"
     denominator: Literal["all", "kept"] = "all"
 
     def __post_init__(self) -> None:
+        check_choice("AdaptiveK", "metric", self.metric, KeepMetric)
+        check_choice("AdaptiveK", "denominator", self.denominator, Literal["all", "kept"])
         check_that(min(self.ks) >= 2, f"AdaptiveK.ks must be at least 2, got {self.ks}")
 
 

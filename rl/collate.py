@@ -175,11 +175,16 @@ def _anchor_states(rows: Sequence[tuple[int, Trajectory]], width: int) -> Tensor
 
 
 def _buckets(trajectories: Sequence[Trajectory]) -> Tensor | None:
-    if not any("bucket" in t.metadata for t in trajectories):
+    """Numbers of the buckets that records, or the infos of their last turns, name."""
+    infos = [t.turns[-1].info if t.turns else {} for t in trajectories]
+    names = [
+        t.metadata.get("bucket", info.get("bucket"))
+        for t, info in zip(trajectories, infos, strict=True)
+    ]
+    if all(name is None for name in names):
         return None
     numbers: dict[str, int] = {}
-    names = [str(t.metadata.get("bucket", "")) for t in trajectories]
-    return torch.tensor([numbers.setdefault(name, len(numbers)) for name in names])
+    return torch.tensor([numbers.setdefault(str(name), len(numbers)) for name in names])
 
 
 def _spans(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Behaviour corrections: the weight exp(logp_old - logp_rollout), and how far the engine is off."""
+"""Behaviour corrections: the weight exp(logp_old - logp_rollout)."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from turngym.rl.batch import Batch
 from turngym.rl.segments import segment_mean, segment_sum
 from turngym.rl.terms import BehaviorCorrection
 
-__all__ = ["behavior_weight", "mismatch", "staleness"]
+__all__ = ["behavior_weight"]
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -43,35 +43,3 @@ def _log_mismatch(batch: Batch, mask: Tensor) -> tuple[Tensor, Tensor]:
     sampled = mask & ~batch.demo[batch.row]
     difference = (batch.logp_old - batch.logp_rollout).double()
     return torch.where(sampled, difference, 0.0), sampled
-
-
-def mismatch(batch: Batch) -> dict[str, float]:
-    """Compare trainer and sampler on the weights that sampled, before the first update.
-
-    Args:
-        batch: needs `logp_old`.
-
-    Returns:
-        Quantiles of exp(logp_old - logp_rollout) and the k3 estimate of KL(rollout || old) over
-        the sampled tokens; empty when there are none.
-    """
-    log_ratio, sampled = _log_mismatch(batch, batch.trainable)
-    log_ratio = log_ratio[sampled].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    if not len(log_ratio):
-        return {}
-    ordered = log_ratio.exp().sort().values
-    names = {"min": 0.0, "p01": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
-    found = {
-        f"mismatch/ratio_{name}": float(ordered[round(q * (len(ordered) - 1))])
-        for name, q in names.items()
-    }
-    return found | {"mismatch/kl": float((log_ratio.exp() - 1 - log_ratio).mean())}
-
-
-def staleness(batch: Batch, version: int) -> dict[str, float]:
-    """Mean and largest number of optimizer steps between sampling and now, demonstrations apart."""
-    sampled = batch.version[batch.version >= 0]
-    if not len(sampled):
-        return {}
-    behind = (version - sampled).double()
-    return {"staleness/mean": float(behind.mean()), "staleness/max": float(behind.max())}

@@ -16,19 +16,14 @@ def check_groups(algorithm: "Algorithm", run: RunFacts) -> None:
     """The run samples groups that the algorithm can compare and choose from."""
     name, advantage, selection = algorithm.name, algorithm.advantage, algorithm.selection
     members = run.group_size + selection.replay + selection.demonstrations
-    compares = (
-        advantage.compares_members and advantage.pool == "group"
-        if isinstance(advantage, GroupAdvantage)
-        else advantage.needs_groups
-    )
     check_that(
-        not compares or members >= 2,
+        not advantage.compares_groups or members >= 2,
         f"{name} compares the members of a group, got group_size={run.group_size}; sample at "
         "least 2, or use an algorithm for single trajectories, such as 'reinforce_pp'",
     )
     if isinstance(advantage, PassAtK):
         check_that(
-            advantage.k + (advantage.kind == "sloo") <= members,
+            advantage.k + (advantage.method == "sloo") <= members,
             f"{name} asks for pass@{advantage.k} of groups of {members}; lower advantage.k or "
             "sample more",
         )
@@ -64,7 +59,7 @@ def check_models(algorithm: "Algorithm", run: RunFacts) -> None:
     check_that(
         run.topk > 0 or not (isinstance(region, DivergenceMask) and region.needs_topk),
         f"{name} compares the sampler's most likely tokens; record them (topk >= 1) or use "
-        "kind='tv'",
+        "measure='tv'",
     )
 
 

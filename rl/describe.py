@@ -27,8 +27,8 @@ COLUMNS = (
 
 
 _SETTINGS = {
-    "beta", "clip", "coef", "estimator", "frac", "high", "k", "kind", "ks", "lam", "low", "max",
-    "metric", "min", "omega", "tau_neg", "tau_pos", "where",
+    "beta", "clip", "coef", "estimator", "frac", "high", "k", "ks", "lam", "low", "max",
+    "measure", "method", "metric", "min", "omega", "tau_neg", "tau_pos", "where",
 }  # fmt: skip
 """Fields worth reading even where they have their default."""
 

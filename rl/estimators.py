@@ -27,6 +27,11 @@ class Estimator:
     needs_groups: ClassVar[bool] = True
     """Group members are compared, so that a task needs at least two trajectories."""
 
+    @property
+    def compares_groups(self) -> bool:
+        """A trajectory alone in its group has nothing to be compared with."""
+        return self.needs_groups
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAdvantage(Estimator):
@@ -74,6 +79,7 @@ class GroupAdvantage(Estimator):
             ("scale", Scale),
             ("whiten", Whiten),
             ("unit", Unit),
+            ("pool", Literal["group", "bucket"]),
         ):
             check_choice("GroupAdvantage", name, getattr(self, name), choices)
         check_that(
@@ -118,19 +124,24 @@ class GroupAdvantage(Estimator):
         """The baseline or the scale comes from the group."""
         return self.baseline in ("group_mean", "leave_one_out") or self.scale == "group_std"
 
+    @property
+    def compares_groups(self) -> bool:
+        """The baseline or the scale comes from the task's group."""
+        return self.compares_members and self.pool == "group"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassAtK(Estimator):
     """Advantages for pass@k: Chen et al. (arXiv:2508.10751) or PKPO (arXiv:2505.15201)."""
 
-    kind: Literal["chen", "sloo", "sloo_minus_one"] = "chen"
+    method: Literal["chen", "sloo", "sloo_minus_one"] = "chen"
     """`chen` reads the metric, right or wrong, where the run has one; PKPO reads the return."""
 
     k: int = 2
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        check_choice("PassAtK", "kind", self.kind, Literal["chen", "sloo", "sloo_minus_one"])
+        check_choice("PassAtK", "method", self.method, Literal["chen", "sloo", "sloo_minus_one"])
         check_that(self.k >= 2, f"PassAtK.k must be at least 2, got {self.k}; use RLOO for k=1")
 
 
@@ -182,6 +193,10 @@ class AnchorState(Estimator):
     scale: Literal["none", "std"] = "none"
     eps: float = 1e-6
 
+    def __post_init__(self) -> None:
+        check_choice("AnchorState", "scale", self.scale, Literal["none", "std"])
+        check_that(0 <= self.gamma <= 1, f"gamma must lie in [0, 1], got {self.gamma}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeAndTurn(Estimator):
@@ -207,6 +222,10 @@ class TurnNormalized(Estimator):
 
     eps: float = 1e-6
 
+    def __post_init__(self) -> None:
+        check_choice("TurnNormalized", "pool", self.pool, Literal["group", "group_turn"])
+        check_that(0 <= self.gamma <= 1, f"gamma must lie in [0, 1], got {self.gamma}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepValues(Estimator):
@@ -226,8 +245,21 @@ class TreeCredit(Estimator):
     The batch carries `tree`: which node each token belongs to.
     """
 
-    kind: Literal["treerl", "treepo"] = "treerl"
     per_token: ClassVar[bool] = True
+
+    method: Literal["treerl", "treepo", "arpo"] = "treerl"
+    """`arpo`: a shared prefix has the mean of its branches' group advantages, the hard form of
+    ARPO (arXiv:2507.19849); its soft form is `GroupAdvantage`."""
+
+    by_size: bool = False
+    """TreePO weighs a leaf's ancestors by their leaves instead of equally."""
+
+    def __post_init__(self) -> None:
+        check_choice("TreeCredit", "method", self.method, Literal["treerl", "treepo", "arpo"])
+        check_that(
+            not self.by_size or self.method == "treepo",
+            "TreeCredit.by_size weighs the ancestors of TreePO; set method='treepo'",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ __all__ = [
     "keep_group",
     "keep_groups",
     "keep_members",
+    "metric_column",
     "metric_of",
     "priorities",
     "retired",
@@ -80,16 +81,24 @@ def metric_of(bound: BoundAlgorithm, trajectory: Trajectory) -> float | None:
     return sum(known) if known else None
 
 
-def correct_rows(bound: BoundAlgorithm, batch: Batch) -> Tensor:
-    """Rows whose metric says right, (B,) bool."""
-    selection = bound.algorithm.selection
-    metric = selection.metric
+def metric_column(bound: BoundAlgorithm, batch: Batch) -> Tensor:
+    """Metric of each row, NaN where it abstained, (B,).
+
+    Raises:
+        ConfigError: no metric tells right from wrong.
+    """
+    metric = bound.algorithm.selection.metric
     if metric is None:
         raise ConfigError("no metric tells right from wrong; set selection.metric")
-    values = batch.rewards.get(metric)
-    if values is None:
-        values = batch.turn_rewards[metric].nansum(-1)
-    return values >= selection.correct_at
+    if metric in batch.rewards:
+        return batch.rewards[metric]
+    by_turn = batch.turn_rewards[metric]
+    return by_turn.nansum(-1).masked_fill(by_turn.isnan().all(-1), float("nan"))
+
+
+def correct_rows(bound: BoundAlgorithm, batch: Batch) -> Tensor:
+    """Rows whose metric says right, (B,) bool."""
+    return metric_column(bound, batch) >= bound.algorithm.selection.correct_at
 
 
 def keep_groups(bound: BoundAlgorithm, groups: Sequence[Group]) -> list[bool]:

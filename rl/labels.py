@@ -66,7 +66,7 @@ def role_reward(reward: float, *, well_formed: bool) -> float:
 def reflection_reward(*, first_ok: bool, second_ok: bool | None) -> float | None:
     """Return the reward of a reflection (Reflect-Retry-Reward, arXiv:2505.24726).
 
-    None (not trained) when the first attempt succeeded; `OnlySpan("reflection")` confines the
+    None (not trained) when the first attempt succeeded; `OnlySpan(span="reflection")` confines the
     loss to the reflection.
     """
     if first_ok:

@@ -105,7 +105,7 @@ class Learner:
             Batch.from_groups(groups, greedy=greedy, anchors=self.bound.needs_anchors)
         )
         credit = assign(self.bound, batch, self.state)
-        metrics = staleness(batch, self.version)
+        metrics = staleness(batch, self.version) | credit.variety(batch)
         if self.critic is not None:
             metrics |= self.critic.fit(self.bound, batch, credit, self._critic_steps(batch))
         before = self.version

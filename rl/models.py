@@ -14,6 +14,7 @@ from turngym.rl.config import TrainConfig
 from turngym.rl.critic import Critic, ValueModel, critic_optim
 from turngym.rl.parallel import Ranks
 from turngym.rl.reference import AdaptersOff, FrozenCopy, Reference
+from turngym.rl.terms import KL
 
 __all__ = ["Models"]
 
@@ -91,11 +92,13 @@ class Models:
             value_model = ValueModel.beside(model, config.critic)
             critic = Critic(value_model, critic_optim(config.critic, config.optim), self._ranks)
         reference: Reference | None = None
+        kl = bound.algorithm.term(KL)
+        mix = 1.0 if kl is None else kl.reset_mix
         if config.model.lora_rank:
             model = self.attach(model)
-            reference = AdaptersOff(model)
+            reference = AdaptersOff(model, mix=mix)
         elif bound.needs_ref:
-            reference = FrozenCopy(model)
+            reference = FrozenCopy(model, mix=mix)
         if self._checkpoint is not None:
             load_weights(model, self._checkpoint.folder)
         return model, reference, critic

@@ -13,7 +13,7 @@ from turngym.rl.batch import Batch
 from turngym.rl.metrics import Metric, largest, mean_of, part_of_sum
 from turngym.rl.plan import Plan
 from turngym.rl.preference import preference_loss
-from turngym.rl.regularizers import kl_penalty, value_loss
+from turngym.rl.regularizers import kl_penalty, penalty, value_loss
 from turngym.rl.segments import TINY, lengths_of, segment_mean
 from turngym.rl.surrogates import Surrogate, Tokens, surrogate
 from turngym.rl.terms import KL, OffPolicySequenceMask, ValueLoss
@@ -172,11 +172,11 @@ def _extra_terms(
     terms: dict[str, Tensor] = {}
     kl = bound.algorithm.term(KL)
     if kl is not None and plan.kl_coef is not None:
-        penalty = kl_penalty(logp - _reference(batch, index, tokens), kl.estimator)
+        away = kl_penalty(logp - _reference(batch, index, tokens), kl.estimator)
         if kl.ratio_corrected:
             ratio = (logp - tokens.anchor).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-            penalty = penalty * ratio
-        terms["kl"] = plan.kl_coef * _take(plan.weight, index, logp) * penalty
+            away = away * ratio
+        terms["kl"] = plan.kl_coef * _take(plan.weight, index, logp) * away
     if plan.entropy_weight is not None and plan.entropy_coef is not None:
         if entropy is None:
             raise TrajectoryError("the entropy bonus reads entropies of the current policy")
@@ -187,6 +187,10 @@ def _extra_terms(
     if plan.drift_weight is not None:
         drift = (logp - tokens.anchor).abs()
         terms["kl_cov"] = _take(plan.drift_weight, index, logp) * drift
+    for term in bound.algorithm.regularize:
+        added = penalty(term, tokens)
+        if added is not None:
+            terms[type(term).__name__] = _take(plan.weight, index, logp) * added
     return terms
 
 
@@ -245,7 +249,8 @@ def _check_whole(bound: BoundAlgorithm, batch: Batch, plan: Plan, index: Tensor)
     split = (found > 0) & (found < batch.rows.lengths)
     if plan.pairs is not None:
         here = (found > 0)[plan.pairs]
-        split[plan.pairs[here.any(-1) & ~here.all(-1)].flatten()] = True
+        missing = ~here & (batch.rows.lengths > 0)[plan.pairs]
+        split[plan.pairs[here.any(-1) & missing.any(-1)].flatten()] = True
     if bool(split.any()):
         raise TrajectoryError(
             f"{bound.algorithm.name} needs whole {bound.unit}s in every micro-batch; row "

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from turngym.errors import ConfigError
 from turngym.rl.credit import Case, Estimate, estimate, paint
 from turngym.rl.estimators import PassAtK
-from turngym.rl.filters import correct_rows
+from turngym.rl.filters import correct_rows, metric_column
 from turngym.rl.segments import TINY
 
 __all__ = ["chen", "pkpo", "pkpo_rewards"]
@@ -100,7 +100,7 @@ def chen(rewards: Reals, k: int, *, eps: float = 1e-6) -> Reals:
         ConfigError: a reward that is neither 0 nor 1.
     """
     if not np.isin(rewards, (0.0, 1.0)).all():
-        raise ConfigError("PassAtK 'chen' takes rewards of 0 and 1; use kind='sloo_minus_one'")
+        raise ConfigError("PassAtK 'chen' takes rewards of 0 and 1; use method='sloo_minus_one'")
     n = rewards.shape[-1]
     wrong = (n - rewards.sum(-1)).astype(int)
     fail = np.array([math.comb(m, k) for m in range(n + 1)]) / math.comb(n, k)
@@ -117,20 +117,21 @@ def chen(rewards: Reals, k: int, *, eps: float = 1e-6) -> Reals:
 def _(estimator: PassAtK, case: Case) -> Estimate:
     batch, live = case.batch, case.returns.live
     total = case.returns.filled(batch.group, batch.num_groups).sum(-1).numpy()
-    if estimator.kind == "chen" and case.bound.algorithm.selection.metric is not None:
+    if estimator.method == "chen" and case.bound.algorithm.selection.metric is not None:
         total = correct_rows(case.bound, batch).double().numpy()
+        live = live & ~metric_column(case.bound, batch).isnan()
     rows = live.nonzero().squeeze(-1).numpy()
     rows = rows[np.argsort(batch.group.numpy()[rows], kind="stable")]
     sizes = np.bincount(batch.group.numpy()[rows], minlength=batch.num_groups)
     ends = np.cumsum(sizes)
     advantage = np.zeros(batch.num_rows)
-    least = estimator.k + (estimator.kind == "sloo")
+    least = estimator.k + (estimator.method == "sloo")
     for size in np.unique(sizes[sizes >= least]):
         chosen = np.flatnonzero(sizes == size)
         table = rows[(ends[chosen] - size)[:, None] + np.arange(size)]
-        if estimator.kind == "chen":
+        if estimator.method == "chen":
             found = chen(total[table], estimator.k, eps=estimator.eps)
         else:
-            found = pkpo(total[table], estimator.k, minus_one=estimator.kind == "sloo_minus_one")
+            found = pkpo(total[table], estimator.k, minus_one=estimator.method == "sloo_minus_one")
         advantage[table] = np.where(np.abs(found) <= TINY, 0.0, found)
     return Estimate(paint(torch.from_numpy(advantage).unsqueeze(-1), batch))

@@ -4,6 +4,7 @@
 totals. Nothing here sees a model: `objective` combines a plan with log-probabilities.
 """
 
+import logging
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,12 +25,15 @@ from turngym.rl.corrections import behavior_weight
 from turngym.rl.credit import Case, Estimate, estimate
 from turngym.rl.filters import correct_rows, keep_members, seen_difficulties
 from turngym.rl.masks import combine_factors, covariance, row_filter, top_tokens
+from turngym.rl.regularizers import has_penalty
 from turngym.rl.returns import returns_of
 from turngym.rl.segments import lengths_of, segment_sum
 from turngym.rl.state import AlgorithmState
 from turngym.rl.terms import KL, BehaviorCorrection, Entropy, KLCov, PositiveNLL
 
 __all__ = ["Credit", "Plan", "assign", "plan"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,6 +54,24 @@ class Credit:
     state: AlgorithmState
     """For the next batch."""
 
+    def variety(self, batch: Batch) -> dict[str, float]:
+        """How much the groups of the batch have to teach; nothing where pairs are compared.
+
+        Returns:
+            `train/idle_groups_frac`, groups in which every advantage is 0, and
+            `train/distinct_advantages`, different advantages in a group, rounded to 1e-6.
+        """
+        if self.pairs is not None or not batch.num_groups:
+            return {}
+        group = batch.group[batch.row]
+        moved = lengths_of(group, batch.num_groups, self.advantage != 0) > 0
+        values = (self.advantage[self.mask] * 1e6).round().long()
+        distinct = torch.unique((group[self.mask] << 40) + values)
+        return {
+            "train/idle_groups_frac": 1 - float(moved.double().mean()),
+            "train/distinct_advantages": len(distinct) / batch.num_groups,
+        }
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
@@ -69,6 +91,9 @@ class Plan:
 
     correction: Tensor
     """Behaviour correction, (N,)."""
+
+    has_penalties: bool = False
+    """A regularizer with a function of its own may move every token in the loss."""
 
     kl_coef: float | None = None
     entropy_coef: float | None = None
@@ -106,7 +131,7 @@ class Plan:
         tokens.
         """
         moves = self.policy_weight * self.advantage != 0
-        if self.kl_coef is not None:
+        if self.kl_coef is not None or self.has_penalties:
             moves = moves | (self.weight != 0)
         for extra in (self.entropy_weight, self.nll_weight, self.drift_weight):
             if extra is not None:
@@ -131,6 +156,8 @@ def assign(bound: BoundAlgorithm, batch: Batch, state: AlgorithmState | None = N
     keep, in_denominator = keep_members(bound, batch, total, returns.live, state)
     state = seen_difficulties(bound, batch, total, returns.live, state)
     returns = replace(returns, live=returns.live & keep)
+    if bound.algorithm.advantage.compares_groups:
+        _warn_of_lone_rows(batch, returns.live)
     case = Case(bound, batch, returns, state)
     found: Estimate = estimate(bound.algorithm.advantage, case)
     mask = batch.trainable & in_denominator[batch.row]
@@ -145,6 +172,17 @@ def assign(bound: BoundAlgorithm, batch: Batch, state: AlgorithmState | None = N
         pairs=found.pairs,
         state=state if found.state is None else found.state,
     )
+
+
+def _warn_of_lone_rows(batch: Batch, live: Tensor) -> None:
+    lone = int((lengths_of(batch.group, batch.num_groups, live) == 1).sum())
+    if lone:
+        logger.warning(
+            "%d of %d groups have only one rewarded trajectory, whose advantage is 0: nothing can "
+            "be compared with it",
+            lone,
+            batch.num_groups,
+        )
 
 
 def plan(
@@ -186,6 +224,7 @@ def plan(
         mask=credit.mask & (step >= 0)[batch.row],
         factor=columns.factor.to(dtype),
         correction=_correction(bound, batch, credit.mask).to(dtype),
+        has_penalties=any(map(has_penalty, bound.algorithm.regularize)),
         kl_coef=_coef(kl.coef, state.kl_coef) if kl is not None and in_loss else None,
         entropy_coef=_coef(bonus.coef, state.entropy_coef) if bonus is not None else None,
         entropy_weight=columns.entropy.to(dtype) if bonus is not None else None,

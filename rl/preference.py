@@ -93,7 +93,9 @@ def preference_loss(
     gain = segment_sum(difference, row, batch.num_rows)
     here = torch.zeros(batch.num_rows, dtype=torch.bool)
     here[batch.row[index]] = True
-    kept = here[pairs].all(-1)
+    # A row without policy tokens is in no part: it comes with its partner, its sum is 0.
+    silent = batch.rows.lengths == 0
+    kept = here[pairs].any(-1) & (here | silent)[pairs].all(-1)
     pairs, share = pairs[kept].to(device), weight[kept].to(logp_new)
     margin = gain[pairs[:, 0]] - gain[pairs[:, 1]]
     loss = -(share * logsigmoid(spec.beta * margin)).sum() + 0.0 * gain.sum()

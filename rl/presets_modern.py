@@ -124,7 +124,7 @@ DPPO = Algorithm(
     deviations=("no division by the spread, as in the released scripts; the weight is uncapped",),
     advantage=GroupAdvantage(),
     ratio=Ratio(anchor="rollout"),
-    trust_region=DivergenceMask(kind="tv", low=0.15, high=0.15),
+    trust_region=DivergenceMask(measure="tv", low=0.15, high=0.15),
     aggregate=CONSTANT,
 )
 
@@ -132,14 +132,14 @@ DPPO_KL = replace(
     DPPO,
     name="dppo_kl",
     formula="DPPO with m = 0 where the binary KL(mu, p) > .05 and p moves away from mu",
-    trust_region=DivergenceMask(kind="kl", low=0.05, high=0.05),
+    trust_region=DivergenceMask(measure="kl", low=0.05, high=0.05),
 )
 
 DPPO_TOPK = replace(
     DPPO,
     name="dppo_topk",
     formula="DPPO with TV > .15 over the sampler's K likeliest tokens, the sampled one, the rest",
-    trust_region=DivergenceMask(kind="topk_tv", low=0.15, high=0.15),
+    trust_region=DivergenceMask(measure="topk_tv", low=0.15, high=0.15),
 )
 
 SAPO = Algorithm(
@@ -217,7 +217,7 @@ PASSK_GRPO = Algorithm(
     paper="arXiv:2508.10751",
     formula="token mean of -min(rho A, clip(rho) A); A = closed form of pass@k in the group",
     deviations=("a pass is what selection.metric says; other components do not count",),
-    advantage=PassAtK(kind="chen", k=4),
+    advantage=PassAtK(method="chen", k=4),
     trust_region=Clip(),
     aggregate=TOKEN_MEAN,
 )
@@ -226,7 +226,7 @@ PKPO = Algorithm(
     name="pkpo",
     paper="arXiv:2505.15201",
     formula="mean_i sum_t -A logp; A = mean over k-subsets with i of max - max without i",
-    advantage=PassAtK(kind="sloo_minus_one", k=4),
+    advantage=PassAtK(method="sloo_minus_one", k=4),
     ratio=PLAIN_GRADIENT,
     aggregate=SEQUENCE_SUM,
 )

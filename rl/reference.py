@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from turngym.agents.model import adapters_disabled
+from turngym.errors import ConfigError
 
 __all__ = ["AdaptersOff", "FrozenCopy", "Reference"]
 
@@ -43,10 +44,12 @@ class FrozenCopy:
 
     Args:
         model: the policy; copied now.
+        mix: share of the current policy that a reset puts in, see `KL.reset_mix`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, mix: float = 1.0) -> None:
         self._policy = model
+        self._mix = mix
         self._model = copy.deepcopy(model).requires_grad_(False)
         self._was_reset = False
 
@@ -55,9 +58,12 @@ class FrozenCopy:
         """Yield the copy."""
         yield self._model
 
+    @torch.no_grad()
     def reset(self) -> None:
-        """Copy the policy's current weights."""
-        self._model.load_state_dict(self._policy.state_dict())
+        """Move to the policy's current weights, by the share `mix` of the way."""
+        current = dict(self._policy.named_parameters())
+        for name, parameter in self._model.named_parameters():
+            parameter.lerp_(current[name].detach(), self._mix)
         self._was_reset = True
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -76,9 +82,18 @@ class AdaptersOff:
 
     Args:
         model: a peft model.
+        mix: share of the current policy that a reset puts in, see `KL.reset_mix`.
+
+    Raises:
+        ConfigError: `mix` is not 1: a mixture of two adapters has twice their rank.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, mix: float = 1.0) -> None:
+        if mix != 1.0:
+            raise ConfigError(
+                f"adapters cannot be mixed into the reference, got KL.reset_mix={mix:g}; set it to "
+                "1, or train all weights (model.lora_rank=0)"
+            )
         self._model = model
         self._frozen: dict[str, Tensor] = {}
 

@@ -1,18 +1,55 @@
 """Axis 8: KL, entropy and value terms, and the controllers that adapt their coefficients."""
 
 from dataclasses import replace
+from functools import singledispatch
 
 import torch
 from torch import Tensor
 
+from turngym.errors import ConfigError
 from turngym.rl.algorithm import BoundAlgorithm
 from turngym.rl.axes import KLEstimator
 from turngym.rl.state import AlgorithmState
-from turngym.rl.terms import KL, Entropy
+from turngym.rl.surrogates import Tokens
+from turngym.rl.terms import (
+    KL,
+    BehaviorCorrection,
+    Entropy,
+    KLCov,
+    PositiveNLL,
+    Regularizer,
+    ValueLoss,
+)
 
-__all__ = ["adapt", "kl_penalty", "next_entropy_coef", "next_kl_coef", "value_loss"]
+__all__ = [
+    "adapt",
+    "has_penalty",
+    "kl_penalty",
+    "next_entropy_coef",
+    "next_kl_coef",
+    "penalty",
+    "value_loss",
+]
 
 LOG_RATIO_LIMIT = 20.0
+_WITH_A_PLACE = (KL, Entropy, PositiveNLL, ValueLoss, KLCov, BehaviorCorrection)
+
+
+@singledispatch
+def penalty(term: Regularizer, tokens: Tokens) -> Tensor | None:
+    """Loss that a regularizer adds to each token before aggregation, differentiable, (n,).
+
+    Register the function of a new regularizer for its type. None for those of the presets, which
+    read references, entropies or critics and have their places in the objective.
+    """
+    if isinstance(term, _WITH_A_PLACE):
+        return None
+    raise ConfigError(f"no penalty is registered for {type(term).__name__}; use penalty.register")
+
+
+def has_penalty(term: Regularizer) -> bool:
+    """A function is registered for the regularizer."""
+    return penalty.dispatch(type(term)) is not penalty.dispatch(Regularizer)
 
 
 def kl_penalty(log_ratio: Tensor, estimator: KLEstimator) -> Tensor:

@@ -195,14 +195,13 @@ def _(item: SoftOverlong, parts: Components, batch: Batch) -> Components:
 
 @shape.register
 def _(item: Gate, parts: Components, batch: Batch) -> Components:
-    paid = [parts.weights[name] * values.nan_to_num(0.0) for name, values in parts.outcome.items()]
-    total = torch.stack(paid).sum(0) if paid else torch.zeros(batch.num_rows)
-    closed = (total <= item.threshold).unsqueeze(-1)
-    gated = {
-        name: torch.where(closed & ~values.isnan(), 0.0, values)
-        for name, values in parts.turn.items()
-    }
-    return replace(parts, turn=gated)
+    if not parts.outcome:
+        raise ConfigError("Gate looks at outcome rewards, and the environment has none; drop it")
+    outcomes = torch.stack([*parts.outcome.values()]).double()
+    weights = torch.tensor([parts.weights[name] for name in parts.outcome], dtype=torch.float64)
+    total = weights @ outcomes.nan_to_num(0.0)
+    factor = (total > item.threshold).double().masked_fill(outcomes.isnan().all(0), float("nan"))
+    return replace(parts, turn={n: v * factor[:, None] for n, v in parts.turn.items()})
 
 
 @shape.register

@@ -150,17 +150,17 @@ def _(region: DivergenceMask, tokens: Tokens) -> Surrogate:
 
 
 def _divergence(region: DivergenceMask, tokens: Tokens, logp: Tensor) -> Tensor:
-    if region.kind == "tv":
+    if region.measure == "tv":
         return (logp.exp() - tokens.anchor.exp()).abs()
-    if region.kind == "kl":
+    if region.measure == "kl":
         return binary_kl(tokens.anchor, logp)
     if tokens.topk_old is None or tokens.topk_new is None or tokens.topk_hit is None:
         raise TrajectoryError(
-            f"DivergenceMask({region.kind!r}) reads Batch.topk_logp and topk_ids, and the current "
-            "policy's topk_logp"
+            f"DivergenceMask({region.measure!r}) reads Batch.topk_logp and topk_ids, and the "
+            "current policy's topk_logp"
         )
     tv, kl = topk_divergence(tokens.topk_old, tokens.topk_new, tokens.anchor, logp, tokens.topk_hit)
-    return tv if region.kind == "topk_tv" else kl
+    return tv if region.measure == "topk_tv" else kl
 
 
 @surrogate.register

@@ -140,7 +140,8 @@ class KL(Regularizer):
     state is cleared (ProRL, arXiv:2505.24864); None = never."""
 
     reset_mix: float = 1.0
-    """Share of the current policy in the new reference; 0.6 is TR-DPO's (arXiv:2404.09656)."""
+    """Share of the current policy's weights in the new reference; 0.6 is TR-DPO's
+    (arXiv:2404.09656). Adapters cannot be mixed."""
 
     def __post_init__(self) -> None:
         check_choice("KL", "estimator", self.estimator, KLEstimator)

@@ -4,12 +4,16 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from turngym.errors import TrajectoryError
 from turngym.rl.credit import Case, Estimate, estimate, paint, whiten_tokens
 from turngym.rl.estimators import TreeCredit
+from turngym.rl.turn_credit import normalize_pool
 
 __all__ = ["branch_score", "should_branch", "treepo_advantages", "treerl_rewards"]
+
+ARPO_EPS = 1e-6
 
 
 def _leaves_below(parents: Sequence[int], leaf_rewards: dict[int, float]) -> list[list[int]]:
@@ -92,14 +96,31 @@ def _(estimator: TreeCredit, case: Case) -> Estimate:
     leaves = batch.tree.leaf.tolist()
     rewards = {leaves[row]: float(total[row]) for row in live.nonzero().squeeze(-1).tolist()}
     parents = batch.tree.parent.tolist()
-    if estimator.kind == "treerl":
+    if estimator.method == "treerl":
         node_rewards = torch.tensor(treerl_rewards(parents, rewards), dtype=torch.float64)
         return Estimate(node_rewards[batch.tree.node])
-    found = treepo_advantages(parents, rewards)
+    if estimator.method == "arpo":
+        return Estimate(_shared_prefixes(case, total)[batch.tree.node])
+    found = treepo_advantages(parents, rewards, by_size=estimator.by_size)
     values = torch.tensor([found.get(leaf, 0.0) for leaf in leaves], dtype=torch.float64)
     painted = paint(values.unsqueeze(-1), batch)
     mask = batch.trainable & live[batch.row]
     return Estimate(whiten_tokens(painted, mask))
+
+
+def _shared_prefixes(case: Case, total: Tensor) -> Tensor:
+    """Mean group advantage of the leaves below every node, (nodes,)."""
+    batch, live = case.batch, case.returns.live
+    assert batch.tree is not None
+    advantage = normalize_pool(
+        total, batch.group, batch.num_groups, live, scale=True, eps=ARPO_EPS
+    ).tolist()
+    leaves = batch.tree.leaf.tolist()
+    rows = live.nonzero().squeeze(-1).tolist()
+    earned = {leaves[row]: float(advantage[row]) for row in rows}
+    below = _leaves_below(batch.tree.parent.tolist(), earned)
+    means = [math.fsum(earned[leaf] for leaf in ls) / len(ls) if ls else 0.0 for ls in below]
+    return torch.tensor(means, dtype=torch.float64)
 
 
 def branch_score(entropy_change: float, *, alpha: float = 0.5, beta: float = 0.2) -> float:

@@ -1,11 +1,12 @@
 """Axis 5: trust regions as small frozen values; no torch here.
 
 Each bounds how far one batch may move the policy. The per-token loss of a region is registered for
-its type in `turngym.rl.objectives`, where the gate of every region is written down.
+its type in `turngym.rl.surrogates`, where the gate of every region is written down.
 """
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from turngym.rl.axes import Divergence, check_choice, check_that
 
@@ -13,6 +14,9 @@ from turngym.rl.axes import Divergence, check_choice, check_that
 @dataclass(frozen=True, slots=True)
 class TrustRegion:
     """Base of all trust regions."""
+
+    needs_rows: ClassVar[bool] = False
+    """The loss of a token depends on other tokens of its row, which no micro-batch may split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +94,7 @@ class SoftGate(TrustRegion):
 class DivergenceMask(TrustRegion):
     """Tokens moving away from the sampler beyond a divergence are masked (DPPO)."""
 
-    kind: Divergence = "tv"
+    measure: Divergence = "tv"
     """Of the sampled token against the rest, or over the sampler's K most likely tokens."""
 
     low: float = 0.15
@@ -104,7 +108,7 @@ class DivergenceMask(TrustRegion):
     gradient."""
 
     def __post_init__(self) -> None:
-        check_choice("DivergenceMask", "kind", self.kind, Divergence)
+        check_choice("DivergenceMask", "measure", self.measure, Divergence)
         check_that(
             self.low > 0 and self.high > 0,
             f"DivergenceMask bounds must be positive, got {self.low} and {self.high}",
@@ -117,12 +121,14 @@ class DivergenceMask(TrustRegion):
     @property
     def needs_topk(self) -> bool:
         """The sampler's most likely tokens must be in the batch."""
-        return self.kind in ("topk_tv", "topk_kl")
+        return self.measure in ("topk_tv", "topk_kl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeometricClip(TrustRegion):
     """Geometric mean of clipped token ratios per sequence (GMPO, arXiv:2507.20673)."""
+
+    needs_rows: ClassVar[bool] = True
 
     low: float = 0.4
     """Log-ratio below which a token of a negative row has no gradient."""

@@ -1,5 +1,7 @@
 """Published ways to credit turns: GiGPO, MT-GRPO, normalised turn returns, VinePPO."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,7 @@ from turngym.errors import TrajectoryError
 from turngym.rl.advantages import divide, moments, snap
 from turngym.rl.credit import Case, Estimate, estimate, paint
 from turngym.rl.estimators import AnchorState, OutcomeAndTurn, StepValues, TurnNormalized
+from turngym.rl.returns import Returns
 from turngym.rl.segments import discounted_to_go, lengths_of
 
 __all__ = ["normalize_pool"]
@@ -66,6 +69,16 @@ def _(estimator: AnchorState, case: Case) -> Estimate:
     return Estimate(paint(values, batch))
 
 
+def _part(returns: Returns, chosen: Tensor) -> Returns:
+    """Some of the components."""
+    return replace(
+        returns,
+        weights=returns.weights[chosen],
+        steps=returns.steps[chosen],
+        valid=returns.valid[chosen],
+    )
+
+
 @estimate.register
 def _(estimator: OutcomeAndTurn, case: Case) -> Estimate:
     batch, returns = case.batch, case.returns
@@ -73,15 +86,16 @@ def _(estimator: OutcomeAndTurn, case: Case) -> Estimate:
     by_turn = torch.tensor([name in batch.turn_rewards for name in names], dtype=torch.bool)
     if len(names) != len(returns.weights):
         raise TrajectoryError("MT-GRPO knows no shaping; set reward.shaping=()")
-    weights = returns.weights.reshape(-1, 1, 1)
-    outcome = (returns.steps * weights)[~by_turn].sum((0, 2))
-    turn = (returns.steps * weights)[by_turn].sum(0)
+    ends = _part(returns, ~by_turn)
+    outcome = ends.filled(batch.group, batch.num_groups).sum(-1)
+    turn = torch.einsum("c,cbk->bk", returns.weights[by_turn], returns.steps[by_turn])
     paid = torch.stack(
         [~values.isnan() for values in batch.turn_rewards.values()]
         or [torch.zeros_like(returns.reached)]
     ).any(0) & returns.live.unsqueeze(-1)
+    known = returns.live & ends.valid.any(0)
     base = normalize_pool(
-        outcome, batch.group, batch.num_groups, returns.live, scale=True, eps=estimator.eps
+        outcome, batch.group, batch.num_groups, known, scale=True, eps=estimator.eps
     )
     pool = batch.group.unsqueeze(-1) * batch.max_turns + torch.arange(batch.max_turns)
     extra = normalize_pool(

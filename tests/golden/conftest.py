@@ -1,7 +1,8 @@
 import json
 import os
+import runpy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from turngym.types import RewardSpec, TokenRole
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-6
+DRAWN = (0, 1, 2)
+"""Seeds of further goldens of the same form, see `tests/support/drawn_goldens.py`."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class Golden:
         return self.column_of(self["fixture"][name])
 
     def column_of(self, values: Any) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64)
+        """Nested lists as an array, NaN for null."""
+        return torch.tensor(known(values), dtype=torch.float64)
 
     @cached_property
     def mask(self) -> Tensor:
@@ -47,7 +51,7 @@ class Golden:
 
     @cached_property
     def group_size(self) -> int:
-        return int(torch.bincount(self.column("group").long()).min())
+        return int(torch.bincount(self.column("group").long()).max())
 
     def batch(self, rewards: str | dict[str, Tensor], **changes: Any) -> Batch:
         components = {"r": self.column(rewards)} if isinstance(rewards, str) else rewards
@@ -118,23 +122,52 @@ class Golden:
         return torch.tensor(values, dtype=torch.float64).unsqueeze(-1) * self.mask
 
 
+def known(values: Any) -> Any:
+    if isinstance(values, list):
+        return [known(value) for value in values]
+    return float("nan") if values is None else values
+
+
 def read(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "goldens" / "goldens.json").read_text("utf-8"))
     return found
 
 
+@cache
+def drawn(seed: int) -> dict[str, Any]:
+    script = ROOT / "tests" / "support" / "drawn_goldens.py"
+    found: dict[str, Any] = runpy.run_path(str(script))["goldens"](seed)
+    return found
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test a key of the file, where there is one."""
+    """Every test for the file and for the drawn goldens, one a key where it asks for keys."""
+    if "golden" not in metafunc.fixturenames:
+        return
+    folder = Path(os.environ.get("TURNGYM_SHARED", ROOT.parent / "shared"))
+    only_file = metafunc.definition.get_closest_marker("only_file") is not None
+    sources: list[str | int] = ["file", *(() if only_file else DRAWN)]
     for name, section in (("loss_key", "losses"), ("advantage_key", "advantages")):
         if name in metafunc.fixturenames:
-            folder = Path(os.environ.get("TURNGYM_SHARED", ROOT.parent / "shared"))
-            keys = sorted(read(folder)[section]) if folder.is_dir() else ["absent"]
-            metafunc.parametrize(name, keys)
+            pairs = [
+                (source, key) for source in sources for key in keys_of(source, section, folder)
+            ]
+            metafunc.parametrize(("golden", name), pairs, indirect=["golden"])
+            return
+    metafunc.parametrize("golden", sources, indirect=True)
+
+
+def keys_of(source: str | int, section: str, folder: Path) -> list[str]:
+    if isinstance(source, int):
+        return sorted(drawn(source)[section])
+    return sorted(read(folder)[section]) if folder.is_dir() else ["absent"]
 
 
 @pytest.fixture(scope="session")
-def golden(shared: Path) -> Golden:
-    return Golden(read(shared))
+def golden(request: pytest.FixtureRequest) -> Golden:
+    if isinstance(request.param, int):
+        return Golden(drawn(request.param))
+    return Golden(read(request.getfixturevalue("shared")))
 
 
 @pytest.fixture(scope="session")

@@ -73,16 +73,10 @@ def with_estimator(estimator: Estimator, **changes: Any) -> Algorithm:
     return replace(PRESETS["grpo"], **(axes | changes))
 
 
-def rows_of(golden: Any, estimator: Estimator, rewards: str, **changes: Any) -> Tensor:
-    """Advantage of each row, which must be the same on all its tokens, (B,)."""
-    algorithm = with_estimator(estimator, **changes)
-    return row_values(golden, golden.advantage(algorithm, golden.batch(rewards)))
-
-
-def row_values(golden: Any, painted: Tensor) -> Tensor:
-    values = painted[torch.arange(len(painted)), golden.mask.int().argmax(-1)]
-    torch.testing.assert_close(painted, values.unsqueeze(-1) * golden.mask)
-    return values
+def painted(golden: Any, estimator: Estimator, rewards: str) -> Tensor:
+    """Advantage of each token, (B, T)."""
+    found: Tensor = golden.advantage(with_estimator(estimator), golden.batch(rewards))
+    return found
 
 
 GRPO = GroupAdvantage(scale="group_std")
@@ -101,19 +95,19 @@ SIMPLE: list[tuple[str, Estimator, str]] = [
 @key("|".join(name for name, _, _ in SIMPLE))
 def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
     estimator, rewards = {name: (e, r) for name, e, r in SIMPLE}[m[0]]
-    close(rows_of(golden, estimator, rewards), wanted)
+    close(painted(golden, estimator, rewards), golden.by_row(wanted))
 
 
 @key("grpo_(bin_)?ddof([01])_eps@")
 def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
     estimator = replace(GRPO, ddof=int(m[2]), eps=float(m[3]))
-    close(rows_of(golden, estimator, "r_bin" if m[1] else "r_real"), wanted)
+    close(painted(golden, estimator, "r_bin" if m[1] else "r_real"), golden.by_row(wanted))
 
 
 @key("ngrpo_bin_ddof([01])")
 def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
     estimator = replace(GRPO, virtual_rewards=1, ddof=int(m[1]))
-    close(rows_of(golden, estimator, "r_bin"), wanted)
+    close(painted(golden, estimator, "r_bin"), golden.by_row(wanted))
 
 
 def one_group(rewards: list[float]) -> Batch:
@@ -154,7 +148,7 @@ def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
 def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
     algorithm = with_estimator(GroupAdvantage(baseline="greedy"))
     batch = golden.batch("r_real", greedy={"r": golden.column("r_greedy")})
-    close(row_values(golden, golden.advantage(algorithm, batch)), wanted)
+    close(golden.advantage(algorithm, batch), golden.by_row(wanted))
 
 
 @key("reinforce_ema_baseline_#_init#")
@@ -231,28 +225,29 @@ def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
 
 
 def multi(golden: Any, values: Tensor, estimator: GroupAdvantage, reward: Reward) -> Tensor:
-    """Advantage of each row under several weighted components."""
+    """Advantage of each token under several weighted components, (B, T)."""
     names = [f"r{k}" for k in range(values.shape[1])]
     weights = dict(zip(names, golden["fixture"]["w_multi"], strict=True))
     algorithm = with_estimator(estimator, reward=replace(reward, weights=weights))
     batch = golden.batch(dict(zip(names, values.unbind(-1), strict=True)))
-    return row_values(golden, golden.advantage(algorithm, batch))
+    found: Tensor = golden.advantage(algorithm, batch)
+    return found
 
 
-def alone(golden: Any, values: Tensor, estimator: GroupAdvantage) -> Tensor:
-    """Each component normalised by itself, (B, C)."""
+def alone(golden: Any, values: Tensor, estimator: GroupAdvantage, wanted: Any, close: Any) -> None:
+    """Compare each component normalised by itself with the columns of a (B, C) table."""
     algorithm = with_estimator(estimator)
-    columns = [
-        row_values(golden, golden.advantage(algorithm, golden.batch({"r": column})))
-        for column in values.unbind(-1)
-    ]
-    return torch.stack(columns, -1)
+    table = golden.column_of(wanted)
+    for column, expected in zip(values.unbind(-1), table.unbind(-1), strict=True):
+        found = golden.advantage(algorithm, golden.batch({"r": column}))
+        close(found, golden.by_row(expected.tolist()))
 
 
 @key("grpo_sum_then_normalize")
 def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
     values = golden.column("r_multi")
-    close(multi(golden, values, replace(GRPO, eps=1e-4), Reward()), wanted)
+    found = multi(golden, values, replace(GRPO, eps=1e-4), Reward())
+    close(found, golden.by_row(wanted))
 
 
 @key("gdpo_batch_(none|sequence|token)")
@@ -261,8 +256,8 @@ def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
     estimator = replace(GRPO, eps=1e-6 if m[1] == "token" else 1e-4, whiten=m[1])  # type: ignore[arg-type]
     values = golden.column("r_multi")
     found = multi(golden, values, estimator, Reward(combine="normalize_then_sum"))
-    close(found, wanted["adv"])
-    close(alone(golden, values, replace(estimator, whiten="none")), wanted["per_reward"])
+    close(found, golden.by_row(wanted["adv"]))
+    alone(golden, values, replace(estimator, whiten="none"), wanted["per_reward"], close)
 
 
 @key("gdpo_conditioned_on_correctness")
@@ -273,11 +268,11 @@ def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
     weights = dict(zip(names, golden["fixture"]["w_multi"], strict=True))
     algorithm = replace(algorithm, reward=replace(algorithm.reward, weights=weights))
     batch = golden.batch(dict(zip(names, values.unbind(-1), strict=True)))
-    close(row_values(golden, golden.advantage(algorithm, batch)), wanted["adv"])
+    close(golden.advantage(algorithm, batch), golden.by_row(wanted["adv"]))
     returns = returns_of(golden.bind(algorithm, batch), batch)
-    close(returns.steps.sum(-1).T, wanted["rewards"])
     gated = golden.column_of(wanted["rewards"])
-    close(alone(golden, gated, replace(GRPO, eps=1e-4)), wanted["per_reward"])
+    close(returns.steps.sum(-1).T, gated.nan_to_num())
+    alone(golden, gated, replace(GRPO, eps=1e-4), wanted["per_reward"], close)
 
 
 @key("gdpo_collapse_demo")
@@ -294,10 +289,10 @@ def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
     keep = TopK(k=int(m[2]), metric=m[1])  # type: ignore[arg-type]
     algorithm = with_estimator(GRPO, selection=Selection(keep_in_group=keep))
     batch = golden.batch("r_real")
-    close(row_values(golden, golden.advantage(algorithm, batch)), wanted["adv"])
+    close(golden.advantage(algorithm, batch), golden.by_row(wanted["adv"]))
     bound = golden.bind(algorithm, batch)
-    live = torch.ones(batch.num_rows, dtype=torch.bool)
-    kept, _ = keep_members(bound, batch, batch.rewards["r"], live, AlgorithmState())
+    total = batch.rewards["r"]
+    kept, _ = keep_members(bound, batch, total.nan_to_num(), ~total.isnan(), AlgorithmState())
     close(kept, wanted["keep"])
 
 
@@ -312,7 +307,7 @@ def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
 
 @key("passk_chen_k(\\d+)_bin")
 def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
-    close(rows_of(golden, PassAtK(kind="chen", k=int(m[1])), "r_bin"), wanted)
+    close(painted(golden, PassAtK(method="chen", k=int(m[1])), "r_bin"), golden.by_row(wanted))
 
 
 @key("pkpo_s_k(\\d+)_(bin|real)")
@@ -329,8 +324,8 @@ def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
 
 @key("pkpo_(sloo|sloo_minus_one)_k(\\d+)_(bin|real)")
 def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
-    estimator = PassAtK(kind=m[1], k=int(m[2]))  # type: ignore[arg-type]
-    close(rows_of(golden, estimator, f"r_{m[3]}"), wanted)
+    estimator = PassAtK(method=m[1], k=int(m[2]))  # type: ignore[arg-type]
+    close(painted(golden, estimator, f"r_{m[3]}"), golden.by_row(wanted))
 
 
 def turn_table(golden: Any) -> Tensor:
@@ -380,7 +375,7 @@ def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
         return golden.advantage(with_estimator(estimator), batch)  # type: ignore[no-any-return]
 
     close(run(1.0), wanted["adv"])
-    close(row_values(golden, run(0.0)), wanted["episode"])
+    close(run(0.0), golden.by_row(wanted["episode"]))
     step = run(1.0) - run(0.0)
     turn = golden.column("turn").long()
     for row, values in enumerate(wanted["step"]):
@@ -400,9 +395,9 @@ def _(golden: Any, m: re.Match[str], wanted: Any, close: Any) -> None:
         return golden.advantage(algorithm, batch)  # type: ignore[no-any-return]
 
     close(run(1.0), wanted["adv"])
-    close(row_values(golden, run(0.0)), wanted["outcome_adv"])
-    on_first = (run(1.0) - run(0.0))[:, 0]
-    close(on_first, wanted["turn_adv"])
+    close(run(0.0), golden.by_row(wanted["outcome_adv"]))
+    on_first = golden.mask & (golden.column("turn") == 0)
+    close(run(1.0) - run(0.0), golden.by_row(wanted["turn_adv"]) * on_first)
 
 
 @key("vineppo_steps")

@@ -201,7 +201,7 @@ def _(m: re.Match[str]) -> Setting:
 @setting("dppo_(tv|kl)_#_(literal|truncated#)")
 def _(m: re.Match[str]) -> Setting:
     bound, cap = float(m[2]), m[4]
-    region = DivergenceMask(kind=m[1], low=bound, high=bound, cap=float(cap) if cap else None)  # type: ignore[arg-type]
+    region = DivergenceMask(measure=m[1], low=bound, high=bound, cap=float(cap) if cap else None)  # type: ignore[arg-type]
     return preset("dppo", trust_region=region, aggregate=TOKEN_MEAN), "r_real"
 
 
@@ -238,8 +238,7 @@ def _(m: re.Match[str]) -> Setting:
 @setting("vapo_total_mu#")
 def _(m: re.Match[str]) -> Setting:
     nll = PositiveNLL(coef=float(m[1]))
-    gae = GAE(lam_critic=1.0, length_alpha=0.5)
-    return preset("vapo", regularize=(nll,), advantage=gae), "r_real"
+    return preset("vapo", regularize=(nll,)), "r_real"
 
 
 def find(key: str) -> Setting | None:
@@ -255,6 +254,11 @@ def prepare(golden: Any, key: str) -> tuple[Algorithm, Batch]:
     found = find(key)
     assert found is not None
     algorithm, rewards = found
+    if algorithm.name == "vapo":
+        # The file says which alpha in the key of its advantages.
+        (alpha,) = [key for key in golden["advantages"] if key.startswith("vapo_alpha")]
+        gae = GAE(lam_critic=1.0, length_alpha=float(alpha.removeprefix("vapo_alpha")))
+        algorithm = replace(algorithm, advantage=gae)
     weights = {"correct": 0.0}
     components = {"correct": golden.column("r_bin")}
     if rewards == "r_multi":

@@ -2,6 +2,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from turngym.rl.axes import Ratio
@@ -137,13 +138,14 @@ def test_dppo_keep_masks(golden: Any) -> None:
             row=batch.row,
             num_rows=batch.num_rows,
         )
-        region = DivergenceMask(kind=match[1], low=bound, high=bound)  # type: ignore[arg-type]
+        region = DivergenceMask(measure=match[1], low=bound, high=bound)  # type: ignore[arg-type]
         stopped = surrogate(region, tokens).bound
         assert stopped is not None
         kept = unflatten((~stopped).double(), golden.mask)
         assert kept.tolist() == wanted
 
 
+@pytest.mark.only_file
 def test_dppo_topk_divergence(golden: Any, close: Any) -> None:
     for match, wanted in entries(golden, r"dppo_topk_k(\d+)_sampled(\d+)"):
         k, sampled = int(match[1]), int(match[2])

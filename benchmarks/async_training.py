@@ -1,23 +1,25 @@
 """Does training ahead of the weights cost what it learns, and does it save time?
 
     python benchmarks/async_training.py --seeds 0 1 2 --staleness 0 1 4
-    python benchmarks/async_training.py --seeds 0 --flags --engine.kind vllm
+    python benchmarks/async_training.py --engines hf vllm --staleness 0 2 --lora 0 8
 
 The demo agent from one cold start a seed, rolled out in step (0), one batch off (1) and further
-ahead. `solved` is the rollout batch after which the mean success of three batches reached 0.8;
-`age` the mean over the run of the optimizer steps between the weights that sampled a token and
-those that trained on it; `KL` of the last batch, sampler against trainer before the first update.
+ahead, by one engine or another, with all of its weights or adapters of a rank. `solved` is the
+rollout batch after which the mean success of three batches reached 0.8; `age` the mean over the run
+of the optimizer steps between the weights that sampled a token and those that trained on it; `KL`
+of the last batch, sampler against trainer before the first update.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "calculator.toml"
@@ -33,16 +35,23 @@ def train(run: Path, *flags: str) -> float:
     return time.monotonic() - started
 
 
-def cold_start(folder: Path, seed: int, flags: Sequence[str]) -> Path:
+def cold_start(folder: Path, seed: int, options: argparse.Namespace) -> Path:
     """Return the model that all runs of a seed begin with."""
     run = folder / f"start-{seed}"
-    own = ["--seed", str(seed), "--steps", "0", "--eval.no-before", "--eval.no-after"]
-    train(run, *flags, *own)
+    # vLLM's kernels need wider heads, which a fresh model for that engine has.
+    own = ["--engine.kind", "vllm"] if "vllm" in options.engines else []
+    own += ["--seed", str(seed), "--steps", "0", "--eval.no-before", "--eval.no-after"]
+    train(run, *options.flags, *own)
     return run / "model"
 
 
-def measure(start: Path, run: Path, seed: int, staleness: int, flags: Sequence[str]) -> str:
+def measure(
+    start: Path, run: Path, seed: int, engine: str, rank: int, staleness: int, options: Any
+) -> str:
     """Train from a cold start and return the row of the table."""
+    flags = ["--engine.kind", engine, *options.flags]
+    if rank:
+        flags += ["--model.lora-rank", str(rank), "--optim.lr", str(options.lora_lr)]
     seconds = train(
         run,
         *flags,
@@ -62,6 +71,8 @@ def measure(start: Path, run: Path, seed: int, staleness: int, flags: Sequence[s
     }
     spent = total["rollout"] + total["update"] + total["sync"]
     cells = [
+        engine,
+        f"rank {rank}" if rank else "full",
         str(seed),
         str(staleness),
         str(next(solved, "-")),
@@ -82,18 +93,23 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4])
+    parser.add_argument("--engines", nargs="+", default=["hf"], choices=["hf", "vllm"])
+    parser.add_argument("--lora", type=int, nargs="+", default=[0], help="ranks; 0 = all weights")
+    parser.add_argument("--lora-lr", type=float, default=5e-3, help="learning rate of adapters")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of turngym train")
     options = parser.parse_args()
     print(
-        "| seed | staleness | solved | success after | age | KL | waited | stragglers | sync "
-        "| s a batch | seconds |\n|" + "---|" * 11
+        "| engine | weights | seed | staleness | solved | success after | age | KL | waited "
+        "| stragglers | sync | s a batch | seconds |\n|" + "---|" * 13
     )
+    cases = list(itertools.product(options.lora, options.staleness, options.engines))
     with tempfile.TemporaryDirectory() as folder:
         for seed in options.seeds:
-            start = cold_start(Path(folder), seed, options.flags)
-            for staleness in options.staleness:
-                run = Path(folder) / f"run-{seed}-{staleness}"
-                print(measure(start, run, seed, staleness, options.flags), flush=True)
+            start = cold_start(Path(folder), seed, options)
+            for rank, staleness, engine in cases:
+                run = Path(folder) / f"run-{seed}-{engine}-{rank}-{staleness}"
+                row = measure(start, run, seed, engine, rank, staleness, options)
+                print(row, flush=True)
 
 
 if __name__ == "__main__":

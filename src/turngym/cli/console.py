@@ -1,6 +1,7 @@
 """What commands print: tables and progress, plain when the output is not a terminal."""
 
 import logging
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -69,7 +70,10 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: 
 
 @contextmanager
 def progress(label: str, total: int | None = None) -> Iterator[Advance]:
-    """Show a bar with a rate and the time left; a line every ten seconds when not a terminal."""
+    """Show a bar with a rate and the time left.
+
+    Where the output is not a terminal: a line every ten seconds on standard error.
+    """
     if out.is_terminal:
         columns = (
             TextColumn("{task.description}"),
@@ -96,8 +100,11 @@ def progress(label: str, total: int | None = None) -> Iterator[Advance]:
         last = now
         rate = done / (now - started)
         left = f", {(total - done) / rate:.0f} s left" if total and rate > 0 else ""
+        # Standard output holds results, which a program may read (`--json`).
         print(
-            f"{label}: {done}/{total}, {rate:.2f}/s{left}{' ' + note if note else ''}", flush=True
+            f"{label}: {done}/{total}, {rate:.2f}/s{left}{' ' + note if note else ''}",
+            file=sys.stderr,
+            flush=True,
         )
 
     yield advance

@@ -21,8 +21,8 @@ TASKS = ["--env.level", "1"]
 VLLM = ["--engine.kind", "vllm", "--engine.kv-gib", "0.5"]
 COLD = ["--steps", "0", "--sft.steps", "300", "--sft.demos", "1500"]
 FROM = ["--sft.steps", "0", "--save-every", "2", "--eval.no-before", "--eval.no-after"]
-SHORT = [*FROM, "--steps", "4", "--prompts", "4", "--rollout.group-size", "4"]
-STEPS = 4
+STEPS = 6
+SHORT = [*FROM, "--steps", str(STEPS), "--prompts", "4", "--rollout.group-size", "4"]
 
 
 def begin(*argv: str) -> "subprocess.Popen[str]":
@@ -59,12 +59,13 @@ def kill_after(process: "subprocess.Popen[str]", run: Path, step: int) -> None:
     deadline = time.monotonic() + 120
     try:
         while not any(line["step"] == step for line in metrics(run)):
-            assert process.poll() is None, process.communicate()[0]
+            assert process.poll() is None, "the run ended before it could be killed"
             assert time.monotonic() < deadline, f"step {step} was never logged"
             time.sleep(0.02)
     finally:
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGKILL, output
 
 
 @pytest.fixture(scope="module")

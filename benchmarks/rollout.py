@@ -1,6 +1,7 @@
 """The rollout engine against lock-step loops, and what it costs a turn.
 
     python benchmarks/rollout.py --repeats 3
+    python -P benchmarks/rollout.py --parts vllm --tool-s 0.05
 
 Schedules: the same scripted completions and tools with the same latencies, drawn per trajectory
 and turn, under (1) lock-step turns with serial tools, as synchronous trainers run them, (2)
@@ -12,6 +13,9 @@ works on each for a while; time a batch under both lock-step loops and under the
 staleness it may have, and the share of it that was lost to stragglers: waiting, times the share of
 empty seats.
 
+vLLM: the same schedules, with slow tools, over a real engine in this process and a tiny model; then
+with instant tools, against the engine's own offline loop over the same contexts and lengths.
+
 Overhead: instant completions and tools; engine time a turn, thread hop included, and what is left
 after the same policy, renderer and environment calls in a plain loop are taken off. CPU time of
 the process, all threads together, on top of wall time.
@@ -22,29 +26,36 @@ import asyncio
 import itertools
 import random
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 
-from turngym.agents.base import Sampling
-from turngym.agents.config import RolloutConfig
+from turngym.agents.base import Policy, Sampling
+from turngym.agents.config import EngineConfig, RolloutConfig
 from turngym.agents.episode import Seat
+from turngym.agents.model import load_model
 from turngym.agents.plain import PlainRenderer
 from turngym.agents.rollout import EnvSource, RolloutEngine, TokenAgent
 from turngym.agents.scripted import ScriptedPolicy
+from turngym.agents.tiny import TinyConfig, build_tiny_agent
+from turngym.agents.vllm_policy import VLLMPolicy, open_vllm
 from turngym.rl.admission import Admission
 from turngym.rl.pipeline import Pipeline
-from turngym.types import Action, Message, Observation, RewardSpec, Status, Task
+from turngym.types import Action, Group, Message, Observation, RewardSpec, Status, Task
 
 ENV_ID = "benchmark/SlowTool-v0"
 CALL = '<tool_call>{"name":"f","arguments":{}}</tool_call>'
 RENDERER = PlainRenderer()
 STUCK = 1 / 200
 GROUP = 8
+SAMPLING = Sampling(stop_ids=tuple(range(250, 261)))
+"""Ends a script's line, and now and then what a model says that has learned nothing."""
 
 
 class Tasks:
@@ -115,7 +126,7 @@ def make_policy(mean_s: float) -> ScriptedPolicy:
 def make_engine(
     rows: int,
     turns: int,
-    policy: ScriptedPolicy,
+    policy: Policy,
     tool_s: float,
     *,
     stuck_s: float = 0.0,
@@ -124,7 +135,7 @@ def make_engine(
     """Return an engine over slow tools, all rows in flight."""
     return RolloutEngine(
         EnvSource(ENV_ID, {"turns": turns, "mean_s": tool_s, "stuck_s": stuck_s}),
-        TokenAgent.factory(policy, RENDERER),
+        TokenAgent.factory(policy, RENDERER, SAMPLING),
         RolloutConfig(group_size=group, concurrency=rows),
         seed=0,
     )
@@ -141,12 +152,10 @@ class Row:
         prompt, _ = self.env.reset(seed=self.seat.env_seed)
         self.context = RENDERER.start(prompt, ())[0].tolist()
 
-    async def complete(self, policy: ScriptedPolicy, turn: int) -> Action:
+    async def complete(self, policy: Policy, turn: int) -> Action:
         """Sample the next completion and read it."""
         seed = self.seat.turn_seed(turn)
-        said = await policy.generate(
-            self.context, Sampling(), seed=seed, session=self.seat.group_id
-        )
+        said = await policy.generate(self.context, SAMPLING, seed=seed, session=self.seat.group_id)
         self.context += said.ids.tolist()
         RENDERER.roles(said.ids)
         return RENDERER.parse(said.ids)
@@ -161,7 +170,7 @@ class Row:
 def lock_step(
     num_rows: int,
     turns: int,
-    policy: ScriptedPolicy,
+    policy: Policy,
     tool_s: float,
     *,
     threads: int,
@@ -201,23 +210,71 @@ def clock(play: Callable[[], object]) -> tuple[float, float]:
 
 
 def compare_schedules(
-    rows: int, turns: int, generate_s: float, tool_s: float, repeats: int
+    rows: int, turns: int, fresh: Callable[[], Policy], tool_s: float, repeats: int
 ) -> None:
     """Time the engine and both lock-step loops in turns; print medians and ratios."""
     sides: dict[str, list[float]] = {"engine": [], "serial": [], "parallel": []}
     for _ in range(repeats):
-        with make_engine(rows, turns, make_policy(generate_s), tool_s) as engine:
+        with make_engine(rows, turns, fresh(), tool_s) as engine:
             sides["engine"].append(clock(lambda: engine.run(range(rows)))[0])
         for name, threads in (("serial", 1), ("parallel", rows)):
-            policy = make_policy(generate_s)
-            play = partial(lock_step, rows, turns, policy, tool_s, threads=threads)
+            play = partial(lock_step, rows, turns, fresh(), tool_s, threads=threads)
             sides[name].append(clock(play)[0])
-    print(
-        f"{rows} trajectories x {turns} turns, completions {generate_s} s, tools {tool_s} s (mean)"
-    )
+    print(f"{rows} trajectories x {turns} turns, tools {tool_s} s (mean)")
     for name, times in sides.items():
         ratio = statistics.median(t / e for t, e in zip(times, sides["engine"], strict=True))
         print(f"  {name:9} {statistics.median(times):7.2f} s   {ratio:5.2f} x the engine")
+
+
+def offline(policy: VLLMPolicy, groups: Sequence[Group]) -> None:
+    """Sample as many tokens from the same contexts, all at once, in vLLM's own loop."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    backend: Any = policy.backend
+    params = {"ignore_eos": True, "logprobs": 0, "detokenize": False, "seed": 0}
+    params["output_kind"] = RequestOutputKind.FINAL_ONLY
+
+    def loop() -> None:
+        for group in groups:
+            (row,) = group.trajectories
+            for number, turn in enumerate(row.turns):
+                prompt = {
+                    "prompt_token_ids": row.ids[: turn.start].tolist(),
+                    "cache_salt": f"offline{policy.version}",
+                }
+                length = turn.stop - turn.start
+                own = SamplingParams(max_tokens=length, **params)
+                backend._engine.add_request(f"{group.id}-{number}", prompt, own)
+        while backend._engine.has_unfinished_requests():
+            backend._engine.step()
+
+    backend.thread.call(loop)
+
+
+def compare_on_vllm(options: argparse.Namespace) -> None:
+    """Run the schedules and the offline comparison over a real engine."""
+    shape = TinyConfig(heads=3, kv_heads=3, head_dim=32, max_context=1024)
+    versions = itertools.count(1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = build_tiny_agent(Path(folder) / "tiny", shape)
+        model, _ = load_model(path, device="cpu")
+        with open_vllm(EngineConfig(kind="vllm"), model_path=path, max_context=1024) as policy:
+
+            def fresh() -> VLLMPolicy:
+                policy.push(model.named_parameters(), version=next(versions))
+                return policy
+
+            compare_schedules(options.rows, options.turns, fresh, 0.0, 1)  # warms up
+            compare_schedules(options.rows, options.turns, fresh, options.tool_s, options.repeats)
+            ratios = []
+            for _ in range(options.repeats):
+                with make_engine(options.rows, options.turns, fresh(), 0.0) as engine:
+                    groups: list[Group] = []
+                    ours, _ = clock(lambda: groups.extend(engine.run(range(options.rows))))  # noqa: B023
+                theirs, _ = clock(lambda: offline(policy, groups))  # noqa: B023
+                ratios.append(theirs / ours)
+            print(f"instant tools: {statistics.median(ratios):.2f} of the offline throughput")
 
 
 def train_ahead(
@@ -324,9 +381,10 @@ def main() -> None:
     options = parser.parse_args()
     gymnasium.register(ENV_ID, SlowTool)  # type: ignore[arg-type]
     if "schedules" in options.parts:
-        compare_schedules(
-            options.rows, options.turns, options.generate_s, options.tool_s, options.repeats
-        )
+        fresh = partial(make_policy, options.generate_s)
+        compare_schedules(options.rows, options.turns, fresh, options.tool_s, options.repeats)
+    if "vllm" in options.parts:
+        compare_on_vllm(options)
     if "stragglers" in options.parts:
         compare_stragglers(options)
     if "overhead" in options.parts:
